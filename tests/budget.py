@@ -19,7 +19,7 @@ class Timing(NamedTuple):
 
 
 def read_timings(report: Path) -> list[Timing]:
-    """The time of every test in a JUnit file, with that of its fixtures."""
+    """Return the time of every test in a JUnit file, including its fixtures."""
     cases = ElementTree.parse(report).getroot().iter("testcase")
     return [Timing(float(case.get("time", "0")), f"{case.get('classname')}::{case.get('name')}") for case in cases]
 

@@ -36,6 +36,15 @@ def single_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Use one thread: on a busy machine, thread synchronization takes seconds."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` is applied
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_slow_variants(items)

@@ -1,4 +1,4 @@
-"""Objects between ranks, and the optimizer as an object."""
+"""`broadcast_object`, and the optimizer as a Python object: copying, pickling, its `state`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.optim import SGD, Adagrad, Adam
 
 from tests.support import RankContext, ranks
-from tests.support.oracles import Twins, assert_same
+from tests.support.oracles import ParityRun, assert_same
 from zeroshard import CheckpointError, RankFailedError, RankMismatchError, broadcast_object
 
 
@@ -37,10 +37,10 @@ def test_object_reaches_every_rank(ctx: RankContext) -> None:
     for source in range(ctx.world_size):
         values: list[Any] = [make_plain_values(), None, "text", torch.ones(2), [], 10**30]
         for value in values:
-            mine = value if ctx.rank == source else object()
-            found = broadcast_object(mine, source)
+            sent = value if ctx.rank == source else object()
+            found = broadcast_object(sent, source)
             assert_same(found, value)
-            assert (found is mine) == (ctx.rank == source)
+            assert (found is sent) == (ctx.rank == source)
 
 
 @ranks(2)
@@ -70,12 +70,16 @@ class Opaque:
 @ranks(1, 2, 3)
 def test_unsafe_objects_are_rejected_on_all_ranks(ctx: RankContext) -> None:
     for source in range(ctx.world_size):
-        for value, place in ((Opaque(), "the value"), ({"a": [1, Opaque()]}, r"\['a'\]\[1\]"), (lambda: 1, "function")):
-            mine = ctx.rank == source
-            with pytest.raises(CheckpointError if mine else RankFailedError, match=place) as caught:
-                broadcast_object(value if mine else None, source)
+        for value, location in (
+            (Opaque(), "the value"),
+            ({"a": [1, Opaque()]}, r"\['a'\]\[1\]"),
+            (lambda: 1, "function"),
+        ):
+            is_source = ctx.rank == source
+            with pytest.raises(CheckpointError if is_source else RankFailedError, match=location) as caught:
+                broadcast_object(value if is_source else None, source)
             assert "add_safe_globals" in str(caught.value)
-            assert mine or f"rank {source}" in str(caught.value)
+            assert is_source or f"rank {source}" in str(caught.value)
         assert broadcast_object("afterwards", source) == "afterwards"
 
 
@@ -87,7 +91,7 @@ def test_different_sources_are_a_mismatch(ctx: RankContext) -> None:
 
 @ranks(1, 2)
 def test_optimizer_cannot_be_copied_or_pickled(ctx: RankContext) -> None:
-    twins = Twins(Adam)
+    parity = ParityRun(Adam)
     for attempt in (
         copy.copy,
         copy.deepcopy,
@@ -96,25 +100,25 @@ def test_optimizer_cannot_be_copied_or_pickled(ctx: RankContext) -> None:
         lambda zero: copy.deepcopy({"nested": [zero]}),
     ):
         with pytest.raises(TypeError, match=r"(?s)copied or pickled.*full_state_dict"):
-            attempt(twins.zero)
-    twins.train(1)
+            attempt(parity.zero)
+    parity.train(1)
 
 
 @ranks(1, 2, 3)
 def test_state_contains_only_params_owned_by_this_rank(ctx: RankContext) -> None:
-    for make in (partial(Twins, Adam), partial(Twins, Adagrad), partial(Twins, SGD, lr=0.1, momentum=0.9)):
-        twins = make()
-        twins.train(2)
-        params = list(zip(twins.model.parameters(), twins.plain_model.parameters(), strict=True))
-        owned = {id(param) for group in twins.zero.optim.param_groups for param in group["params"]}
+    for make in (partial(ParityRun, Adam), partial(ParityRun, Adagrad), partial(ParityRun, SGD, lr=0.1, momentum=0.9)):
+        parity = make()
+        parity.train(2)
+        params = list(zip(parity.model.parameters(), parity.plain_model.parameters(), strict=True))
+        owned = {id(param) for group in parity.zero.optim.param_groups for param in group["params"]}
         for param, plain in params:
-            assert (param in twins.zero.state) == (id(param) in owned)
-            assert_same(dict(twins.zero.state[param]), twins.plain.state[plain] if id(param) in owned else {})
-        assert twins.zero.state is twins.zero.optim.state
-        everywhere = ctx.gather(len(owned))
-        assert sum(everywhere) == len(params)
-        # The look at the others' state above has left no trace in what is gathered.
-        found = twins.zero.full_state_dict()
+            assert (param in parity.zero.state) == (id(param) in owned)
+            assert_same(dict(parity.zero.state[param]), parity.plain.state[plain] if id(param) in owned else {})
+        assert parity.zero.state is parity.zero.optim.state
+        owned_counts = ctx.gather(len(owned))
+        assert sum(owned_counts) == len(params)
+        # Reading the state of other ranks' parameters above does not change the full state dict.
+        found = parity.zero.full_state_dict()
         if found is not None:
-            assert_same(found, twins.plain.state_dict())
-        twins.train(1)
+            assert_same(found, parity.plain.state_dict())
+        parity.train(1)

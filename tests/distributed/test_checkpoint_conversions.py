@@ -1,5 +1,7 @@
-"""Saved and loaded on through several kinds of optimizers and precisions: the newest values arrive, as precise as they
-are; and what differs between ranks is that of the first one."""
+"""Checkpoints passed on between several kinds of optimizers and precisions.
+
+The newest values arrive in full precision. Where ranks differ, the values of rank 0 are saved.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 class GatedLinear(nn.Module):
-    """With a parameter of one element."""
+    """A linear layer with a gate of one element."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -65,12 +67,15 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int, dtype: torch.dtype
 
 
 def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    whole = {n: it.full_tensor() if hasattr(it, "full_tensor") else it for n, it in model.named_parameters()}
-    return {name: value.detach().clone() for name, value in whole.items()}
+    full = {
+        name: param.full_tensor() if hasattr(param, "full_tensor") else param
+        for name, param in model.named_parameters()
+    }
+    return {name: value.detach().clone() for name, value in full.items()}
 
 
 def gather_full_state(optimizer: ZeroRedundancyOptimizer, ctx: RankContext) -> dict[str, Any]:
-    """On all ranks."""
+    """Return the full state dict on all ranks."""
     state = ctx.gather(optimizer.full_state_dict())[0]
     assert state is not None
     return state
@@ -88,53 +93,53 @@ def test_master_weights_load_into_fp32_params_of_other_optimizers(ctx: RankConte
     train(model, optimizer, 3, BF16)
     checkpoint.save(tmp_path, step=3, model=model, optimizer=optimizer)
     state = gather_full_state(optimizer, ctx)
-    again, into = make_baseline(kind, FP32, ctx)
-    checkpoint.load(tmp_path, model=again, optimizer=into)
+    new_model, new_optimizer = make_baseline(kind, FP32, ctx)
+    checkpoint.load(tmp_path, model=new_model, optimizer=new_optimizer)
     names = [name for name, _ in model.named_parameters()]
-    assert_weights_equal(again, {name: state["state"][number][MASTER_KEY] for number, name in enumerate(names)})
-    assert all(MASTER_KEY not in values for values in into.state.values())
+    assert_weights_equal(new_model, {name: state["state"][index][MASTER_KEY] for index, name in enumerate(names)})
+    assert all(MASTER_KEY not in values for values in new_optimizer.state.values())
 
 
 @sampled("kind", ["plain", "fsdp2"])
-@sampled("between", [FP32, BF16])
-@sampled("end", [(FP32, False), (BF16, False), (BF16, True)], ids=str)
+@sampled("second_dtype", [FP32, BF16])
+@sampled("third_setup", [(FP32, False), (BF16, False), (BF16, True)], ids=str)
 @ranks(1, 2)
 def test_stale_master_weights_are_not_restored(
-    ctx: RankContext, tmp_path: Path, kind: str, between: torch.dtype, end: tuple[torch.dtype, bool]
+    ctx: RankContext, tmp_path: Path, kind: str, second_dtype: torch.dtype, third_setup: tuple[torch.dtype, bool]
 ) -> None:
     model, optimizer = make_sharded(BF16, masters=True)
     train(model, optimizer, 3, BF16)
     checkpoint.save(tmp_path, step=3, model=model, optimizer=optimizer)
-    second, plain = make_baseline(kind, between, ctx)
-    checkpoint.load(tmp_path, model=second, optimizer=plain)
-    train(second, plain, 10, between)
-    checkpoint.save(tmp_path, step=13, model=second, optimizer=plain)
-    third, last = make_sharded(end[0], masters=end[1], seed=5)
-    assert checkpoint.load(tmp_path, model=third, optimizer=last).step == 13
-    assert_weights_equal(third, full_weights(second))
-    if end[1]:
-        state = gather_full_state(last, ctx)
-        for number, value in enumerate(full_weights(second).values()):
-            assert torch.equal(state["state"][number][MASTER_KEY], value.float())
+    second_model, second_optimizer = make_baseline(kind, second_dtype, ctx)
+    checkpoint.load(tmp_path, model=second_model, optimizer=second_optimizer)
+    train(second_model, second_optimizer, 10, second_dtype)
+    checkpoint.save(tmp_path, step=13, model=second_model, optimizer=second_optimizer)
+    third_model, third_optimizer = make_sharded(third_setup[0], masters=third_setup[1], seed=5)
+    assert checkpoint.load(tmp_path, model=third_model, optimizer=third_optimizer).step == 13
+    assert_weights_equal(third_model, full_weights(second_model))
+    if third_setup[1]:
+        state = gather_full_state(third_optimizer, ctx)
+        for index, value in enumerate(full_weights(second_model).values()):
+            assert torch.equal(state["state"][index][MASTER_KEY], value.float())
 
 
 @ranks(1, 2)
 def test_sharded_state_loaded_into_plain_optimizer_directly(ctx: RankContext, tmp_path: Path) -> None:
     model, optimizer = make_sharded(BF16, masters=True)
     train(model, optimizer, 3, BF16)
-    second, plain = make_baseline("plain", BF16, ctx)
-    second.load_state_dict(model.state_dict())
+    second_model, second_optimizer = make_baseline("plain", BF16, ctx)
+    second_model.load_state_dict(model.state_dict())
     state = gather_full_state(optimizer, ctx)
-    plain.load_state_dict(state)
-    train(second, plain, 10, BF16)
-    checkpoint.save(tmp_path, step=13, model=second, optimizer=plain)
-    third, last = make_sharded(FP32, masters=False)
-    checkpoint.load(tmp_path, model=third, optimizer=last)
-    assert_weights_equal(third, full_weights(second))
+    second_optimizer.load_state_dict(state)
+    train(second_model, second_optimizer, 10, BF16)
+    checkpoint.save(tmp_path, step=13, model=second_model, optimizer=second_optimizer)
+    third_model, third_optimizer = make_sharded(FP32, masters=False)
+    checkpoint.load(tmp_path, model=third_model, optimizer=third_optimizer)
+    assert_weights_equal(third_model, full_weights(second_model))
 
 
 class SGDWithOwnMasterKey(SGD):
-    """Has state of that name, too."""
+    """Has its own state named like zeroshard's master weights."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -149,12 +154,12 @@ def test_foreign_state_named_master_weights_is_untouched(ctx: RankContext, tmp_p
     optimizer = SGDWithOwnMasterKey(model.parameters(), lr=1e-2, momentum=0.9)
     train(model, optimizer, 2, FP32)
     checkpoint.save(tmp_path, step=2, model=model, optimizer=optimizer)
-    again = make_gated(FP32, seed=3)
-    into = SGDWithOwnMasterKey(again.parameters(), lr=1e-2, momentum=0.9)
-    checkpoint.load(tmp_path, model=again, optimizer=into)
-    assert_weights_equal(again, full_weights(model))
-    for param in again.parameters():
-        assert torch.equal(into.state[param][MASTER_KEY], torch.full_like(param, 7.0))
+    new_model = make_gated(FP32, seed=3)
+    new_optimizer = SGDWithOwnMasterKey(new_model.parameters(), lr=1e-2, momentum=0.9)
+    checkpoint.load(tmp_path, model=new_model, optimizer=new_optimizer)
+    assert_weights_equal(new_model, full_weights(model))
+    for param in new_model.parameters():
+        assert torch.equal(new_optimizer.state[param][MASTER_KEY], torch.full_like(param, 7.0))
 
 
 @pytest.mark.parametrize("foreach", [True, False])
@@ -163,32 +168,32 @@ def test_fsdp2_resumes_with_single_element_params(ctx: RankContext, tmp_path: Pa
     model, optimizer = make_baseline("fsdp2", FP32, ctx, foreach=foreach)
     train(model, optimizer, 2, FP32)
     checkpoint.save(tmp_path, step=2, model=model, optimizer=optimizer)
-    again, into = make_baseline("fsdp2", FP32, ctx, foreach=foreach)
-    checkpoint.load(tmp_path, model=again, optimizer=into)
-    for pair in ((model, optimizer), (again, into)):
-        train(*pair, 2, FP32)
-    assert_weights_equal(again, full_weights(model))
+    new_model, new_optimizer = make_baseline("fsdp2", FP32, ctx, foreach=foreach)
+    checkpoint.load(tmp_path, model=new_model, optimizer=new_optimizer)
+    for run in ((model, optimizer), (new_model, new_optimizer)):
+        train(*run, 2, FP32)
+    assert_weights_equal(new_model, full_weights(model))
 
 
-# ---- what differs between ranks
+# ---- values that differ between ranks
 
 
 class ModelWithExtraState(nn.Sequential):
-    """Has something beside parameters and buffers."""
+    """Has extra state besides parameters and buffers."""
 
-    mark = -1
+    saving_rank = -1
 
     def get_extra_state(self) -> dict[str, Any]:
-        return {"mark": self.mark}
+        return {"saving_rank": self.saving_rank}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        self.mark = state["mark"]
+        self.saving_rank = state["saving_rank"]
 
 
 def make_model_with_extra_state(ctx: RankContext) -> ModelWithExtraState:
     torch.manual_seed(0)
     model = ModelWithExtraState(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    model.mark = ctx.rank
+    model.saving_rank = ctx.rank
     return model
 
 
@@ -205,14 +210,14 @@ SETUPS: dict[str, Callable[[nn.Module], tuple[nn.Module, Optimizer]]] = {
 }
 
 
-@sampled("way", SETUPS)
-@sampled("behind", [False, True])
+@sampled("setup", SETUPS)
+@sampled("in_background", [False, True])
 @ranks(1, 2, 3, 4)
 def test_rank0_buffers_and_scheduler_are_saved_where_ranks_differ(
-    ctx: RankContext, tmp_path: Path, way: str, behind: bool
+    ctx: RankContext, tmp_path: Path, setup: str, in_background: bool
 ) -> None:
-    bare = make_model_with_extra_state(ctx)
-    model, optimizer = SETUPS[way](bare)
+    unwrapped = make_model_with_extra_state(ctx)
+    model, optimizer = SETUPS[setup](unwrapped)
     scheduler = LambdaLR(optimizer, lambda _: 1.0)
     for step in range(3):
         torch.manual_seed(10 * step + ctx.rank)
@@ -220,10 +225,10 @@ def test_rank0_buffers_and_scheduler_are_saved_where_ranks_differ(
         optimizer.step()
         optimizer.zero_grad()
     scheduler.last_epoch = 100 + ctx.rank
-    expected = ctx.gather(dict(bare.named_buffers()))[0]
-    given: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    save(tmp_path, behind=behind, step=3, extra=ctx.rank, **given)
-    assert checkpoint.load(tmp_path, **given).extra == ctx.rank
-    for name, buffer in bare.named_buffers():
+    expected = ctx.gather(dict(unwrapped.named_buffers()))[0]
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    save(tmp_path, in_background=in_background, step=3, extra=ctx.rank, **parts)
+    assert checkpoint.load(tmp_path, **parts).extra == ctx.rank
+    for name, buffer in unwrapped.named_buffers():
         assert torch.equal(buffer, expected[name]), name
-    assert (bare.mark, scheduler.last_epoch) == (0, 100)
+    assert (unwrapped.saving_rank, scheduler.last_epoch) == (0, 100)

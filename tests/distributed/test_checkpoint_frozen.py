@@ -1,4 +1,4 @@
-"""Parameters that are frozen or were never used have no state: not after a save, not in its files, not after a load."""
+"""Frozen and never used parameters have no state: not after a save, not in its files, and not after a load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
 from tests.support import RankContext, ranks
-from tests.support.checkpoints import WAYS, Way, by_name, first_ranks, one_bucket, plain, train
+from tests.support.checkpoints import (
+    OPTIMIZER_FACTORIES,
+    MakeOptimizer,
+    first_ranks,
+    one_bucket,
+    plain,
+    state_by_name,
+    train,
+)
 from tests.support.oracles import assert_same
 from tests.support.tiers import sampled
 from zeroshard import (
@@ -32,11 +40,11 @@ from zeroshard import (
 )
 from zeroshard.checkpoint.metadata import CheckpointMetadata
 
-each_sharding = sampled("way", WAYS)
+each_sharding = sampled("make_optimizer", OPTIMIZER_FACTORIES)
 
 
 class AdapterModel(nn.Module):
-    """A frozen base, two small matrices that are trained, and a large one that is used only if `deep`."""
+    """A frozen base, two small matrices that are trained, and a large one that is used only if `use_late`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,35 +64,42 @@ def make_adapter_model(seed: int = 0) -> AdapterModel:
 
 
 def allocated_state_bytes(optimizer: ZeroRedundancyOptimizer) -> int:
-    """Bytes of memory that this rank keeps for state, used or not."""
-    tensors = [it for inner in optimizer.inner_optimizers for state in inner.state.values() for it in state.values()]
-    return sum({it.untyped_storage().data_ptr(): it.untyped_storage().nbytes() for it in tensors}.values())
+    """Return the bytes of memory that this rank holds for state, used or not."""
+    tensors = [
+        value for inner in optimizer.inner_optimizers for state in inner.state.values() for value in state.values()
+    ]
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 def max_used_state_bytes(optimizer: ZeroRedundancyOptimizer) -> int:
-    """Bytes of state tensors, with what alignment may add."""
-    tensors = [it for inner in optimizer.inner_optimizers for state in inner.state.values() for it in state.values()]
-    return sum(it.nbytes + 64 * len(optimizer.layout.params) for it in tensors)
+    """Return the bytes of all state tensors, plus the padding that alignment may add."""
+    tensors = [
+        value for inner in optimizer.inner_optimizers for state in inner.state.values() for value in state.values()
+    ]
+    return sum(tensor.nbytes + 64 * len(optimizer.layout.params) for tensor in tensors)
 
 
 def gather_state_by_name(
     optimizer: Optimizer, model: nn.Module, group: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
-    """By name, on all ranks of the group."""
+    """Return the full state by parameter name, on all ranks of the group."""
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
-        return dict(sorted(by_name(optimizer, optimizer.state_dict(), model).items()))
+        return dict(sorted(state_by_name(optimizer, optimizer.state_dict(), model).items()))
     found = [optimizer.full_state_dict(to=0)]
     dist.broadcast_object_list(found, group_src=0, group=group)
     assert found[0] is not None
-    return dict(sorted(by_name(optimizer, found[0], model).items()))
+    return dict(sorted(state_by_name(optimizer, found[0], model).items()))
 
 
-def list_saved_names(folder: Path, step: int) -> set[str]:
-    return {str(entry.path[2]) for entry in CheckpointMetadata(folder / f"step-{step:09}").under("optim", "state")}
+def list_saved_names(directory: Path, step: int) -> set[str]:
+    return {str(entry.path[2]) for entry in CheckpointMetadata(directory / f"step-{step:09}").under("optim", "state")}
 
 
 def train_stage(model: AdapterModel, optimizer: Optimizer, stage: int) -> None:
-    """Nothing yet; the adapter alone; everything, the base too; without `down`, which has state and is frozen."""
+    """Train one of four stages.
+
+    0: no step yet. 1: only the adapter. 2: all parameters, including the base. 3: all but `down`, frozen with state.
+    """
     model.use_late = stage >= 2
     model.base.requires_grad_(stage >= 2)
     model.down.requires_grad_(stage != 3)
@@ -94,33 +109,33 @@ def train_stage(model: AdapterModel, optimizer: Optimizer, stage: int) -> None:
 
 @ranks(1, 2, 4)
 @each_sharding
-def test_saved_state_matches_plain_optimizer(ctx: RankContext, tmp_path: Path, way: Way) -> None:
+def test_saved_state_matches_plain_optimizer(ctx: RankContext, tmp_path: Path, make_optimizer: MakeOptimizer) -> None:
     model, reference = make_adapter_model(), make_adapter_model()
-    optimizer, expected = way(model, None), plain(reference)
+    optimizer, reference_optimizer = make_optimizer(model, None), plain(reference)
     for stage in range(4):
         train_stage(model, optimizer, stage)
-        train_stage(reference, expected, stage)
+        train_stage(reference, reference_optimizer, stage)
         before = allocated_state_bytes(optimizer)
         checkpoint.save(tmp_path, step=stage, model=model, optimizer=optimizer)
         assert allocated_state_bytes(optimizer) == before
-        state = gather_state_by_name(expected, reference)
+        state = gather_state_by_name(reference_optimizer, reference)
         assert list_saved_names(tmp_path, stage) == state.keys()
-        for target in WAYS:
-            again = make_adapter_model(seed=5)
-            into = target(again, None)
-            checkpoint.load(tmp_path, model=again, optimizer=into)
-            assert allocated_state_bytes(into) <= max_used_state_bytes(into)
-            assert_same(gather_state_by_name(into, again), state)
-            # What had no state begins now, as it does for the plain optimizer.
-            ahead = make_adapter_model()
-            ahead.load_state_dict(reference.state_dict())
-            oracle = plain(ahead)
-            oracle.load_state_dict(deepcopy(expected.state_dict()))  # torch shares step counts
-            for each, its in ((again, into), (ahead, oracle)):
-                each.use_late = True
-                each.requires_grad_(True)
-                train(each, its, 2, first=50)
-            assert_same(dict(again.named_parameters()), dict(ahead.named_parameters()))
+        for target in OPTIMIZER_FACTORIES:
+            new_model = make_adapter_model(seed=5)
+            new_optimizer = target(new_model, None)
+            checkpoint.load(tmp_path, model=new_model, optimizer=new_optimizer)
+            assert allocated_state_bytes(new_optimizer) <= max_used_state_bytes(new_optimizer)
+            assert_same(gather_state_by_name(new_optimizer, new_model), state)
+            # Parameters without state get their initial state now, as with the plain optimizer.
+            oracle_model = make_adapter_model()
+            oracle_model.load_state_dict(reference.state_dict())
+            oracle_optimizer = plain(oracle_model)
+            oracle_optimizer.load_state_dict(deepcopy(reference_optimizer.state_dict()))  # torch shares step counts
+            for each_model, each_optimizer in ((new_model, new_optimizer), (oracle_model, oracle_optimizer)):
+                each_model.use_late = True
+                each_model.requires_grad_(True)
+                train(each_model, each_optimizer, 2, first=50)
+            assert_same(dict(new_model.named_parameters()), dict(oracle_model.named_parameters()))
 
 
 def make_with_rules(model: nn.Module, group: dist.ProcessGroup | None) -> ZeroRedundancyOptimizer:
@@ -137,16 +152,16 @@ def make_with_masters(model: nn.Module, group: dist.ProcessGroup | None) -> Zero
 
 
 def make_hybrid(model: nn.Module, group: dist.ProcessGroup | None) -> ZeroRedundancyOptimizer:
-    within = 2 if group is None else None
-    return shard(model, torch.optim.AdamW, process_group=group, shard_group_size=within, lr=0.01)
+    shard_group_size = 2 if group is None else None
+    return shard(model, torch.optim.AdamW, process_group=group, shard_group_size=shard_group_size, lr=0.01)
 
 
 @ranks(4)
-@pytest.mark.parametrize("way", [make_with_rules, make_with_masters, make_hybrid, one_bucket])
-def test_frozen_params_at_another_world_size(ctx: RankContext, tmp_path: Path, way: Way) -> None:
-    """From four ranks to three, which load without naming their group."""
+@pytest.mark.parametrize("make_optimizer", [make_with_rules, make_with_masters, make_hybrid, one_bucket])
+def test_frozen_params_at_another_world_size(ctx: RankContext, tmp_path: Path, make_optimizer: MakeOptimizer) -> None:
+    """Four ranks save; three load without passing `process_group`."""
     model = make_adapter_model()
-    optimizer = way(model, None)
+    optimizer = make_optimizer(model, None)
     readers = first_ranks(3)
     for stage in range(4):
         train_stage(model, optimizer, stage)
@@ -155,68 +170,70 @@ def test_frozen_params_at_another_world_size(ctx: RankContext, tmp_path: Path, w
         assert allocated_state_bytes(optimizer) == before
         assert list_saved_names(tmp_path, stage) == expected.keys()
         if readers is not None:
-            again = make_adapter_model(seed=5)
-            into = way(again, readers)
+            new_model = make_adapter_model(seed=5)
+            new_optimizer = make_optimizer(new_model, readers)
             with pytest.warns(UserWarning, match="saved by 4 ranks and is loaded by 3"):
-                checkpoint.load(tmp_path, model=again, optimizer=into)
-            assert allocated_state_bytes(into) <= max_used_state_bytes(into)
-            assert_same(gather_state_by_name(into, again, readers), expected)
+                checkpoint.load(tmp_path, model=new_model, optimizer=new_optimizer)
+            assert allocated_state_bytes(new_optimizer) <= max_used_state_bytes(new_optimizer)
+            assert_same(gather_state_by_name(new_optimizer, new_model, readers), expected)
         dist.barrier()
 
 
 @ranks(1, 2, 3)
 @each_sharding
-def test_dcp_state_dict_covers_all_trainable_params(ctx: RankContext, tmp_path: Path, way: Way) -> None:
-    """As torch's helpers make it for a plain optimizer; ours keeps none of it."""
+def test_dcp_state_dict_covers_all_trainable_params(
+    ctx: RankContext, tmp_path: Path, make_optimizer: MakeOptimizer
+) -> None:
+    """As torch's helpers make it for a plain optimizer, but the optimizer keeps none of the added state."""
     model = make_adapter_model()
-    optimizer = way(model, None)
-    model.down.requires_grad_(False)  # its neighbours in the bucket are not
+    optimizer = make_optimizer(model, None)
+    model.down.requires_grad_(False)  # its neighbours in the bucket stay trainable
     for stage in (0, 1):
         if stage:
             train(model, optimizer, 2)
         before = allocated_state_bytes(optimizer)
         found: Any = get_optimizer_state_dict(model, optimizer)["state"]
-        numbered = optimizer.sharded_state_dict()["state"]
+        state_by_index = optimizer.sharded_state_dict()["state"]
         names = [name for name, _ in model.named_parameters()]
-        for part in (found, {names[number]: state for number, state in numbered.items()}):
-            mine = {name for name, state in part.items() if state}
-            assert {name for each in ctx.gather(sorted(mine)) for name in each} == {"up", "late"}
+        for named_state in (found, {names[index]: state for index, state in state_by_index.items()}):
+            local_names = {name for name, state in named_state.items() if state}
+            assert {name for rank_names in ctx.gather(sorted(local_names)) for name in rank_names} == {"up", "late"}
         assert allocated_state_bytes(optimizer) == before
     dcp_save({"optim": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=tmp_path)
-    again = make_adapter_model(seed=5)
-    into = way(again, None)
-    again.down.requires_grad_(False)
-    target = {"optim": get_optimizer_state_dict(again, into)}
+    new_model = make_adapter_model(seed=5)
+    new_optimizer = make_optimizer(new_model, None)
+    new_model.down.requires_grad_(False)
+    target = {"optim": get_optimizer_state_dict(new_model, new_optimizer)}
     dcp_load(target, checkpoint_id=tmp_path)
-    set_optimizer_state_dict(again, into, target["optim"])
-    state = gather_state_by_name(into, again)
+    set_optimizer_state_dict(new_model, new_optimizer, target["optim"])
+    state = gather_state_by_name(new_optimizer, new_model)
     assert state.keys() == {"up", "late"}
     assert_same(state["up"], gather_state_by_name(optimizer, model)["up"])
-    again.load_state_dict(model.state_dict())
-    for each, its in ((model, optimizer), (again, into)):
-        each.use_late = True
-        each.down.requires_grad_(True)
-        train(each, its, 2, first=5)
-    assert_same(dict(again.named_parameters()), dict(model.named_parameters()))
+    new_model.load_state_dict(model.state_dict())
+    for each_model, each_optimizer in ((model, optimizer), (new_model, new_optimizer)):
+        each_model.use_late = True
+        each_model.down.requires_grad_(True)
+        train(each_model, each_optimizer, 2, first=5)
+    assert_same(dict(new_model.named_parameters()), dict(model.named_parameters()))
 
 
 @ranks(1, 2, 3)
 def test_loading_state_that_is_still_at_its_initial_value(ctx: RankContext, tmp_path: Path) -> None:
-    """As earlier versions and torch's helpers save it, of parameters that are used only later."""
+    """Earlier versions and torch's helpers save such state of parameters that are used only later."""
     model = make_adapter_model()
     optimizer = one_bucket(model)
     parts = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
     dcp_save(parts, checkpoint_id=tmp_path)
-    again = make_adapter_model(seed=5)
-    into = one_bucket(again)
-    again.late.requires_grad_(False)
-    checkpoint.load(tmp_path, model=again, optimizer=into)
-    assert gather_state_by_name(into, again).keys() == {"down", "up", "late"}
-    again.late.requires_grad_(True)
-    for each, its in ((model, optimizer), (again, into)):
-        train_stage(each, its, 1)
-        train_stage(each, its, 2)
-    assert_same(dict(again.named_parameters()), dict(model.named_parameters()))
+    new_model = make_adapter_model(seed=5)
+    new_optimizer = one_bucket(new_model)
+    new_model.late.requires_grad_(False)
+    checkpoint.load(tmp_path, model=new_model, optimizer=new_optimizer)
+    assert gather_state_by_name(new_optimizer, new_model).keys() == {"down", "up", "late"}
+    new_model.late.requires_grad_(True)
+    for each_model, each_optimizer in ((model, optimizer), (new_model, new_optimizer)):
+        train_stage(each_model, each_optimizer, 1)
+        train_stage(each_model, each_optimizer, 2)
+    assert_same(dict(new_model.named_parameters()), dict(model.named_parameters()))
 
 
 class QuantizedBaseModel(nn.Module):
@@ -233,21 +250,21 @@ class QuantizedBaseModel(nn.Module):
 @ranks(1, 2, 3)
 def test_frozen_float8_weight_round_trips(ctx: RankContext, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, again = QuantizedBaseModel(), QuantizedBaseModel()
-    optimizer, into = one_bucket(model), one_bucket(again)
+    model, new_model = QuantizedBaseModel(), QuantizedBaseModel()
+    optimizer, new_optimizer = one_bucket(model), one_bucket(new_model)
     train(model, optimizer, 2)
     checkpoint.save(tmp_path, step=2, model=model, optimizer=optimizer)
-    checkpoint.load(tmp_path, model=again, optimizer=into)
-    assert torch.equal(again.base.view(torch.uint8), model.base.view(torch.uint8))
-    for each, its in ((model, optimizer), (again, into)):
-        train(each, its, 2, first=2)
-    assert_same(dict(again.trained.named_parameters()), dict(model.trained.named_parameters()))
+    checkpoint.load(tmp_path, model=new_model, optimizer=new_optimizer)
+    assert torch.equal(new_model.base.view(torch.uint8), model.base.view(torch.uint8))
+    for each_model, each_optimizer in ((model, optimizer), (new_model, new_optimizer)):
+        train(each_model, each_optimizer, 2, first=2)
+    assert_same(dict(new_model.trained.named_parameters()), dict(model.trained.named_parameters()))
     assert optimizer.sharded_state_dict()["state"].keys() == {0, 1, 2}
 
 
 @ranks(2, 3)
 def test_state_missing_on_some_owners_is_rejected(ctx: RankContext, tmp_path: Path) -> None:
-    """After a first step that failed on one rank."""
+    """The first step fails on one rank."""
     model = make_adapter_model()
     model.use_late = True
     optimizer = one_bucket(model)
@@ -260,7 +277,7 @@ def test_state_missing_on_some_owners_is_rejected(ctx: RankContext, tmp_path: Pa
     checkpoint.save(tmp_path, step=0, model=model, optimizer=optimizer)
     with pytest.raises((MemoryError, RankFailedError), match="no memory for state"):
         train(model, optimizer, 1)
-    with pytest.raises(CheckpointError, match=r"some ranks have optimizer state of .*late.* have none"):
+    with pytest.raises(CheckpointError, match=r"only some owners of .*late.* have optimizer state"):
         checkpoint.save(tmp_path, step=1, model=model, optimizer=optimizer)
     assert checkpoint.latest(tmp_path) == tmp_path / "step-000000000"
     checkpoint.load(tmp_path, model=model, optimizer=optimizer)

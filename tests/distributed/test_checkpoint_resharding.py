@@ -1,4 +1,4 @@
-"""Any model, divided in any way over any number of ranks, comes back bit for bit in any other way."""
+"""Any model, sharded in any way over any number of ranks, loads bit for bit into any other sharding."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from tests.support import RankContext, RankPool
-from tests.support.checkpoints import by_name, first_ranks
-from tests.support.oracles import set_grads
-from zeroshard import FlatShards, WholeParams, ZeroConfig, ZeroRedundancyOptimizer, checkpoint
+from tests.support.checkpoints import first_ranks, state_by_name
+from tests.support.oracles import assert_same, set_grads
+from zeroshard import FlatShards, WholeParams, ZeroConfig, ZeroRedundancyOptimizer, broadcast_object, checkpoint
 from zeroshard.layout.partition import Partitioner
 from zeroshard.state.state_dict import MASTER_KEY
 
@@ -25,11 +24,11 @@ PARTITIONS: list[Partitioner] = [FlatShards(bucket_bytes=64), FlatShards(bucket_
 
 
 class ParamCase(NamedTuple):
-    """Of a parameter."""
+    """How to make a parameter, and how to train it."""
 
     shape: tuple[int, ...]
     dim_order: tuple[int, ...]
-    """Of its dimensions in memory."""
+    """Order of the dimensions in memory."""
     dtype: torch.dtype
     trainable: bool
     has_grad: bool
@@ -37,13 +36,13 @@ class ParamCase(NamedTuple):
 
     def make(self, generator: torch.Generator) -> nn.Parameter:
         shape = [self.shape[dim] for dim in self.dim_order]
-        back = [self.dim_order.index(dim) for dim in range(len(shape))]
-        values = torch.randn(shape, generator=generator).to(self.dtype).permute(back)
+        inverse_order = [self.dim_order.index(dim) for dim in range(len(shape))]
+        values = torch.randn(shape, generator=generator).to(self.dtype).permute(inverse_order)
         return nn.Parameter(values, requires_grad=self.trainable)
 
 
 class ShardingCase(NamedTuple):
-    """How a model is spread."""
+    """How a model is sharded."""
 
     num_ranks: int
     partition: int
@@ -84,7 +83,7 @@ class CheckpointCase(NamedTuple):
     drawn_params: list[ParamCase]
     optimizer: int
     steps_before_load: int
-    """That the one which loads has made already."""
+    """Steps that the loading optimizer makes before the load."""
 
     @property
     def params(self) -> list[ParamCase]:
@@ -95,21 +94,29 @@ CHECKPOINT_CASES = st.builds(CheckpointCase, MODEL_CASES, st.integers(0, len(OPT
 
 
 def make_model(params: Sequence[ParamCase], seed: int) -> nn.ParameterDict:
-    draw = torch.Generator().manual_seed(seed)
-    return nn.ParameterDict({f"p{number}": kind.make(draw) for number, kind in enumerate(params)})
+    generator = torch.Generator().manual_seed(seed)
+    return nn.ParameterDict({f"p{number}": param_case.make(generator) for number, param_case in enumerate(params)})
 
 
 def make_optimizer(
     model: nn.ParameterDict, case: CheckpointCase, sharding: ShardingCase, group: Any
 ) -> ZeroRedundancyOptimizer:
-    every = case.params
-    named = list(zip(model.named_parameters(), every, strict=True))
-    groups = [
-        {"params": [it for it, kind in named if kind.group == number], "lr": 0.1 * (number + 1)} for number in (0, 1)
+    param_cases = case.params
+    pairs = list(zip(model.named_parameters(), param_cases, strict=True))
+    param_groups = [
+        {
+            "params": [named_param for named_param, param_case in pairs if param_case.group == number],
+            "lr": 0.1 * (number + 1),
+        }
+        for number in (0, 1)
     ]
-    kind, options = OPTIMIZERS[case.optimizer]
+    optimizer_class, options = OPTIMIZERS[case.optimizer]
     return ZeroRedundancyOptimizer(
-        [it for it in groups if it["params"]], kind, process_group=group, config=sharding.config, **options
+        [param_group for param_group in param_groups if param_group["params"]],
+        optimizer_class,
+        process_group=group,
+        config=sharding.config,
+        **options,
     )
 
 
@@ -119,9 +126,9 @@ def make_trained(
     model = make_model(case.params, seed)
     optimizer = make_optimizer(model, case, sharding, group)
     for step in range(steps):
-        set_grads([it for it in model.parameters() if it.requires_grad], step)
-        for param, kind in zip(model.parameters(), case.params, strict=True):
-            param.grad = param.grad if kind.has_grad else None
+        set_grads([param for param in model.parameters() if param.requires_grad], step)
+        for param, param_case in zip(model.parameters(), case.params, strict=True):
+            param.grad = param.grad if param_case.has_grad else None
         optimizer.step()
     return model, optimizer
 
@@ -130,16 +137,18 @@ def gather_state_by_name(model: nn.ParameterDict, optimizer: ZeroRedundancyOptim
     found = optimizer.full_state_dict(to=0)
     if found is None:
         return None
-    return {name: state for name, state in by_name(optimizer, found, model).items() if state}
+    return {name: state for name, state in state_by_name(optimizer, found, model).items() if state}
 
 
 def drop_master_weights(state: dict[str, Any]) -> dict[str, Any]:
-    rest = {name: {key: it for key, it in values.items() if key != MASTER_KEY} for name, values in state.items()}
-    return {name: values for name, values in rest.items() if values}
+    without_masters = {
+        name: {key: value for key, value in values.items() if key != MASTER_KEY} for name, values in state.items()
+    }
+    return {name: values for name, values in without_masters.items() if values}
 
 
 def assert_state_equal(found: dict[str, Any], expected: dict[str, Any], *, same_precision: bool) -> None:
-    """With masters, state is as precise as they are; without, as the parameters."""
+    """State has the precision of the master weights, or of the parameters if there are none."""
     if not same_precision:
         found, expected = drop_master_weights(found), drop_master_weights(expected)
     assert found.keys() == expected.keys()
@@ -151,35 +160,35 @@ def assert_state_equal(found: dict[str, Any], expected: dict[str, Any], *, same_
 
 
 def save_and_load(
-    ctx: RankContext, task: CheckpointCase, source: ShardingCase, target: ShardingCase, folder: str
+    ctx: RankContext, case: CheckpointCase, source: ShardingCase, target: ShardingCase, directory: str
 ) -> None:
-    """Runs on all ranks, of which some save and some load."""
+    """Run on all ranks: the first `source.num_ranks` save, the first `target.num_ranks` load."""
     writers, readers = first_ranks(source.num_ranks), first_ranks(target.num_ranks)
     expected: dict[str, Any] | None = None
-    values: dict[str, Any] = {}
+    values: dict[str, torch.Tensor] = {}
     if writers is not None:
-        model, optimizer = make_trained(task, source, writers, seed=1, steps=2)
-        checkpoint.save(folder, step=1, model=model, optimizer=optimizer, process_group=writers)
+        model, optimizer = make_trained(case, source, writers, seed=1, steps=2)
+        checkpoint.save(directory, step=1, model=model, optimizer=optimizer, process_group=writers)
         expected, values = gather_state_by_name(model, optimizer), model.state_dict()
-    dist.barrier()
+    values = broadcast_object(values, 0)  # to the ranks that only load
     if readers is not None:
-        other, into = make_trained(task, target, readers, seed=2, steps=task.steps_before_load)
-        checkpoint.load(folder, model=other, optimizer=into, process_group=readers)
-        found = gather_state_by_name(other, into)
-        assert all(torch.equal(value, values.get(name, value)) for name, value in other.state_dict().items())
+        new_model, new_optimizer = make_trained(case, target, readers, seed=2, steps=case.steps_before_load)
+        checkpoint.load(directory, model=new_model, optimizer=new_optimizer, process_group=readers)
+        found = gather_state_by_name(new_model, new_optimizer)
+        assert_same(new_model.state_dict(), values, "the model")
         if found is not None and expected is not None:
             assert_state_equal(found, expected, same_precision=source.config.master_dtype == target.config.master_dtype)
 
 
 @pytest.mark.timeout(300)
 def test_any_model_loads_into_any_sharding(rank_pool: RankPool) -> None:
-    """Drawn here, not on the ranks: an example that fails is made smaller for all of them alike."""
+    """Examples are drawn here, not on the ranks: a failing example shrinks identically on all of them."""
 
     @settings(max_examples=40, suppress_health_check=list(HealthCheck))
     @given(CHECKPOINT_CASES, SHARDING_CASES, SHARDING_CASES)
-    def comes_back(task: CheckpointCase, source: ShardingCase, target: ShardingCase) -> None:
-        with TemporaryDirectory() as folder:
-            arguments = {"task": task, "source": source, "target": target, "folder": folder}
+    def check_example(case: CheckpointCase, source: ShardingCase, target: ShardingCase) -> None:
+        with TemporaryDirectory() as directory:
+            arguments = {"case": case, "source": source, "target": target, "directory": directory}
             rank_pool.run(save_and_load, max(source.num_ranks, target.num_ranks), arguments=arguments)
 
-    comes_back()
+    check_example()

@@ -1,4 +1,4 @@
-"""Optimizers that move parameters and call their closure again see one model, whoever has which part of it."""
+"""Optimizers that move parameters and call their closure again see one consistent model, however it is sharded."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tests.support import RankContext, ranks
 from tests.support.oracles import (
     TINY,
     ZERO2,
+    DdpParityRun,
     Loss,
-    ShardTwins,
     Side,
     all_equal,
     assert_equal_sums,
     batch,
-    from_all_ranks,
+    gather_from_all_ranks,
+    make_seeded,
     mlp,
     regression,
-    seeded,
     some_configs,
 )
 from zeroshard import RankMismatchError, WholeParams, ZeroConfig, ZeroRedundancyOptimizer, shard
@@ -38,7 +38,7 @@ def noop_closure() -> None:
 
 
 class ExtraGradient(torch.optim.Optimizer):
-    """Updates parameters by gradients of the place where a plain step would lead."""
+    """Updates parameters with the gradients at the point that a plain step would reach."""
 
     def __init__(self, params: Any, lr: float = 0.5) -> None:
         super().__init__(params, {"lr": lr})
@@ -48,17 +48,17 @@ class ExtraGradient(torch.optim.Optimizer):
         closure = closure or noop_closure
         with torch.enable_grad():
             closure()
-        begun = [
+        saved = [
             (param, group["lr"], param.clone())
             for group in self.param_groups
             for param in group["params"]
             if param.grad is not None
         ]
-        for param, lr, _ in begun:
+        for param, lr, _ in saved:
             param.add_(param.grad, alpha=-lr)
         with torch.enable_grad():
             loss = closure()
-        for param, lr, before in begun:
+        for param, lr, before in saved:
             param.copy_(before)
             if param.grad is not None:
                 param.add_(param.grad, alpha=-lr)
@@ -78,25 +78,25 @@ def step_with_closure(side: Side, number: int, loss_of: Loss = regression) -> No
 @some_configs
 @ranks(1, 2, 3)
 def test_extragradient_matches_plain_optimizer(ctx: RankContext, config: ZeroConfig) -> None:
-    twins = ShardTwins(config, optimizer_class=ExtraGradient, lr=0.5)
-    twins.run(3, step_with_closure)
+    parity = DdpParityRun(config, optimizer_class=ExtraGradient, lr=0.5)
+    parity.run(3, step_with_closure)
 
 
 @ranks(2, 4)
 def test_extragradient_with_hybrid_sharding_and_whole_params(ctx: RankContext) -> None:
-    for config, where in (
+    for config, group_options in (
         (ZERO2, {"shard_group_size": ctx.world_size // 2}),
         (ZeroConfig(partition=WholeParams()), {}),
     ):
-        twins = ShardTwins(config, optimizer_class=ExtraGradient, where=where, lr=0.5)
+        parity = DdpParityRun(config, optimizer_class=ExtraGradient, group_options=group_options, lr=0.5)
         for number in range(3):
-            for side in twins.sides:
+            for side in parity.sides:
                 step_with_closure(side, number)
-        twins.compare(exactly=False)
+        parity.compare(exactly=False)
 
 
 class SkipsLayerEverySecondPass(nn.Module):
-    """Every second pass leaves a layer out."""
+    """Every second pass skips the first layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,76 +109,76 @@ class SkipsLayerEverySecondPass(nn.Module):
 
 @ranks(1, 2, 3)
 def test_params_unused_by_the_second_closure_are_restored(ctx: RankContext) -> None:
-    twins = ShardTwins(ZERO2, SkipsLayerEverySecondPass, ExtraGradient, find_unused=True, lr=0.5)
+    parity = DdpParityRun(ZERO2, SkipsLayerEverySecondPass, ExtraGradient, find_unused=True, lr=0.5)
 
     def loss(model: nn.Module, number: int) -> Tensor:
         torch.manual_seed(10 * number + ctx.rank)
         result: Tensor = model(torch.randn(4, 8)).square().mean()
         return result
 
-    twins.run(3, partial(step_with_closure, loss_of=loss))
+    parity.run(3, partial(step_with_closure, loss_of=loss))
 
 
 @ranks(2, 3)
 def test_closures_see_rounded_master_weights_on_all_ranks(ctx: RankContext) -> None:
     """Both closures see the rounded values of all masters."""
-    model = seeded(mlp, 0).bfloat16()
+    model = make_seeded(mlp, 0).bfloat16()
     config = ZeroConfig(partition=TINY, master_dtype=torch.float32)
     optimizer = shard(model, ExtraGradient, lr=0.5, config=config)
-    seen: list[list[Tensor]] = []
+    params_by_call: list[list[Tensor]] = []
 
     def closure() -> None:
-        seen.append([param.detach().clone() for param in model.parameters()])
+        params_by_call.append([param.detach().clone() for param in model.parameters()])
         optimizer.zero_grad()
         torch.autograd.backward(model(batch(0).bfloat16()).float().square().mean())
 
     optimizer.step(closure)
-    for values in seen:
-        assert all_equal(list(map(list, zip(*map(from_all_ranks, values), strict=True))))
-    assert not all_equal(seen)
+    for values in params_by_call:
+        assert all_equal(list(map(list, zip(*map(gather_from_all_ranks, values), strict=True))))
+    assert not all_equal(params_by_call)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("seed", [0, 1])
 @ranks(2)
-def test_flat_shards_under_ddp_match_plain_optimizer(ctx: RankContext, rank: int) -> None:
-    """The plain optimizer in one process is right, with what DDP averages of both ranks."""
-    ours, plain = seeded(mlp, rank), seeded(mlp, rank)
+def test_flat_shards_under_ddp_match_plain_optimizer(ctx: RankContext, seed: int) -> None:
+    """The oracle is the unsharded optimizer on the gradients that DDP averages."""
+    ours, plain = make_seeded(mlp, seed), make_seeded(mlp, seed)
     ddp, reference = DistributedDataParallel(ours), DistributedDataParallel(plain)
     zero = ZeroRedundancyOptimizer(ddp.parameters(), ExtraGradient, config=ZeroConfig(partition=TINY), lr=0.5)
     sides = Side(ddp, zero, ddp.no_sync), Side(reference, ExtraGradient(plain.parameters()), reference.no_sync)
     for number in range(3):
         for side in sides:
             step_with_closure(side, number)
-    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
-        assert_equal_sums(mine, theirs, f"after three steps from seed {rank}")
+    for param, expected in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert_equal_sums(param, expected, f"after three steps from seed {seed}")
 
 
 class FailsBetweenClosures(ExtraGradient):
-    """Once, on one rank, between its closures."""
+    """Fails once, on one rank, between its closure calls."""
 
-    fails = False
+    should_fail = False
 
     def step(self, closure: Closure | None = None) -> Any:
         calls = count()
 
-        def between() -> Any:
-            if next(calls) and self.fails:
-                self.fails = False
+        def fail_or_call() -> Any:
+            if next(calls) and self.should_fail:
+                self.should_fail = False
                 raise ArithmeticError("between closures")
             return None if closure is None else closure()
 
-        return super().step(between)
+        return super().step(fail_or_call)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("failing_rank", [0, 1])
 @ranks(2, 3)
-def test_failure_between_closures_raises_on_all_ranks(ctx: RankContext, rank: int) -> None:
-    """Some have moved what others have not, so that no later step is made either."""
-    twins = ShardTwins(ZERO2, optimizer_class=FailsBetweenClosures, lr=0.5)
-    twins.run(1, step_with_closure)
-    for member in twins.zero._engine.inner.local_optimizers:
-        vars(member.optimizer)["fails"] = ctx.rank == rank
+def test_failure_between_closures_raises_on_all_ranks(ctx: RankContext, failing_rank: int) -> None:
+    """Some ranks have moved parameters that others have not, so later steps are rejected too."""
+    parity = DdpParityRun(ZERO2, optimizer_class=FailsBetweenClosures, lr=0.5)
+    parity.run(1, step_with_closure)
+    for member in parity.zero._engine.params.inner.local_optimizers:
+        vars(member.optimizer)["should_fail"] = ctx.rank == failing_rank
     for number in (1, 2):
         with pytest.raises(RankMismatchError, match="different calls"):
-            step_with_closure(twins.sides[0], number)
-        twins.zero.zero_grad()
+            step_with_closure(parity.sides[0], number)
+        parity.zero.zero_grad()

@@ -1,4 +1,4 @@
-"""Several things at once: optimizers, groups and threads side by side make what each makes alone, bit by bit."""
+"""Concurrent optimizers, process groups and threads: bit for bit, each computes what it computes alone."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from tests.support.concurrency import (
     TIMEOUT_S,
     ConcurrentRun,
     backward,
-    by_drop_in,
-    by_shard,
+    dropin_sgd,
     inputs_of,
     set_mean_grads,
-    trained_beside_threads,
-    trained_by_two,
-    trained_in_threads,
+    shard_adamw,
+    train_beside_threads,
+    train_in_threads,
+    train_with_two_optimizers,
     two_groups,
 )
-from tests.support.oracles import ZERO1, ZERO2, assert_same, mlp, seeded, some_configs
+from tests.support.oracles import ZERO1, ZERO2, assert_same, make_seeded, mlp, some_configs
 from tests.support.tiers import sampled
 from zeroshard import ZeroConfig, checkpoint
 from zeroshard.checkpoint import saver
@@ -42,19 +42,21 @@ from zeroshard.checkpoint import saver
 
 
 @some_configs
-@sampled("second", [by_shard, by_drop_in], ids=["shard", "drop-in"])
+@sampled("second", [shard_adamw, dropin_sgd], ids=["shard", "drop-in"])
 @ranks(2, 3)
 def test_two_optimizers_on_one_model(ctx: RankContext, config: ZeroConfig, second: Callable[..., Optimizer]) -> None:
-    """One backward pass for both, and steps in turn: first the one, then the other one."""
-    model, _ = trained_by_two(config, second)
-    plain_model = seeded(mlp, 0)
-    theirs = [*plain_model.parameters()]
-    plains: list[Optimizer] = [torch.optim.AdamW(theirs[::2], lr=0.05)]
-    plains.append((torch.optim.AdamW if second is by_shard else torch.optim.SGD)(theirs[1::2], lr=0.05))
+    """One backward pass for both, then both steps, in alternating order."""
+    model, _ = train_with_two_optimizers(config, second)
+    plain_model = make_seeded(mlp, 0)
+    plain_params = [*plain_model.parameters()]
+    plain_optimizers: list[Optimizer] = [torch.optim.AdamW(plain_params[::2], lr=0.05)]
+    plain_optimizers.append(
+        (torch.optim.AdamW if second is shard_adamw else torch.optim.SGD)(plain_params[1::2], lr=0.05)
+    )
     for number in range(STEPS):
         set_mean_grads(plain_model, number, list(range(ctx.world_size)))
-        for plain in plains:
-            plain.step()
+        for plain_optimizer in plain_optimizers:
+            plain_optimizer.step()
     assert_same(model.state_dict(), plain_model.state_dict())
 
 
@@ -65,7 +67,7 @@ def test_two_optimizers_on_one_model(ctx: RankContext, config: ZeroConfig, secon
 @some_configs
 @ranks(2, 4)
 def test_two_process_groups_in_two_threads(ctx: RankContext, config: ZeroConfig, overlapping: bool) -> None:
-    for run in trained_in_threads(two_groups(overlapping=overlapping), config):
+    for run in train_in_threads(two_groups(overlapping=overlapping), config):
         run.check()
 
 
@@ -73,7 +75,7 @@ def test_two_process_groups_in_two_threads(ctx: RankContext, config: ZeroConfig,
 @some_configs
 @ranks(3)
 def test_two_process_groups_in_one_thread(ctx: RankContext, config: ZeroConfig, overlapping: bool) -> None:
-    """In turns, with both backward passes before both steps every other time."""
+    """Alternately; every other iteration makes both backward passes before both steps."""
     groups = two_groups(overlapping=overlapping)
     runs = [ConcurrentRun(group, config, seed) for seed, group in enumerate(groups) if group is not None]
     for number in range(STEPS):
@@ -92,16 +94,16 @@ def test_two_process_groups_in_one_thread(ctx: RankContext, config: ZeroConfig, 
 
 @ranks(2, 3)
 def test_optimizer_construction_while_another_steps(ctx: RankContext) -> None:
-    """In a group of their own, by another thread."""
+    """Another thread constructs them, in a separate process group."""
     groups = two_groups(overlapping=False)
     run = ConcurrentRun(groups[0], ZERO2)
     with ThreadPoolExecutor() as pool:
-        making = pool.submit(lambda: [ConcurrentRun(groups[1], ZERO2, number) for number in range(4)])
+        future = pool.submit(lambda: [ConcurrentRun(groups[1], ZERO2, number) for number in range(4)])
         run.train(8)
-        made = making.result(TIMEOUT_S)
+        constructed = future.result(TIMEOUT_S)
     run.check(8)
-    made[-1].train()
-    made[-1].check()
+    constructed[-1].train()
+    constructed[-1].check()
 
 
 @ranks(1, 2, 3)
@@ -121,13 +123,13 @@ def test_step_waits_for_param_gathers_of_two_models(ctx: RankContext) -> None:
 
 @ranks(2, 3)
 def test_param_reads_from_another_thread_wait_for_the_gather(ctx: RankContext) -> None:
-    """Between two steps, while they are under way: it and the forward pass of this thread both wait for them."""
+    """Between two steps, while parameters are in flight. That thread and this thread's forward pass wait for them."""
     run = ConcurrentRun(None, replace(ZERO2, overlap_param_gather=True))
     with ThreadPoolExecutor() as pool:
         for number in range(12):
-            reading = pool.submit(lambda: [param.detach().clone() for param in run.model.parameters()])
+            future = pool.submit(lambda: [param.detach().clone() for param in run.model.parameters()])
             out = run.model(inputs_of(number, ctx.rank))
-            values = reading.result(TIMEOUT_S)
+            values = future.result(TIMEOUT_S)
             assert_same(values, [param.detach() for param in run.model.parameters()])
             torch.autograd.backward(out.square().mean())
             run.zero.step()
@@ -135,13 +137,13 @@ def test_param_reads_from_another_thread_wait_for_the_gather(ctx: RankContext) -
     run.check(12)
 
 
-# ---- threads that do something else
+# ---- unrelated threads
 
 
 @some_configs
 @ranks(1, 3)
 def test_unrelated_threads_during_training(ctx: RankContext, config: ZeroConfig) -> None:
-    trained_beside_threads(config).check()
+    train_beside_threads(config).check()
 
 
 class InputDataset(Dataset[Tensor]):
@@ -169,7 +171,7 @@ def test_data_loader_with_worker_processes(ctx: RankContext, config: ZeroConfig)
 
 @contextmanager
 def allow_child_processes() -> Iterator[None]:
-    """The pool's processes are not, lest they outlive it."""
+    """Let this process start children. Pool processes are daemons, which cannot: children could outlive the pool."""
     config: dict[str, Any] = vars(multiprocessing.current_process())["_config"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(config, "daemon", False)
@@ -181,32 +183,32 @@ def allow_child_processes() -> Iterator[None]:
 
 @contextmanager
 def block_writes() -> Iterator[threading.Event]:
-    """Saves wait, before they write, until the event is set."""
-    go, write_parts = threading.Event(), saver.write_shards
+    """Make saves wait, before they write, until the event is set."""
+    may_write, write_shards = threading.Event(), saver.write_shards
 
     def wait_and_write(*args: Any) -> Any:
-        assert go.wait(TIMEOUT_S)
-        return write_parts(*args)
+        assert may_write.wait(TIMEOUT_S)
+        return write_shards(*args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saver, "write_shards", wait_and_write)
-        yield go
+        yield may_write
 
 
 @some_configs
 @ranks(1, 2, 3)
 def test_training_continues_during_async_save(ctx: RankContext, tmp_path: Path, config: ZeroConfig) -> None:
-    """What is written is what was there when the save began; a load right after goes back to it."""
+    """The files hold the state at the start of the save; a load right after it restores that state."""
     run = ConcurrentRun(None, config)
     run.train(2)
-    with block_writes() as go:
-        begun = checkpoint.async_save(tmp_path, step=2, model=run.model, optimizer=run.zero)
+    with block_writes() as may_write:
+        save_handle = checkpoint.async_save(tmp_path, step=2, model=run.model, optimizer=run.zero)
         for number in range(2, STEPS):
             run.step(number)
-        assert not begun.done()
-        go.set()
-        found = checkpoint.load(tmp_path, model=run.model, optimizer=run.zero)
-    assert found.step == 2
+        assert not save_handle.done()
+        may_write.set()
+        loaded = checkpoint.load(tmp_path, model=run.model, optimizer=run.zero)
+    assert loaded.step == 2
     run.check(2)
     for number in range(2, STEPS):
         run.step(number)
@@ -217,16 +219,17 @@ def test_training_continues_during_async_save(ctx: RankContext, tmp_path: Path, 
 
 @ranks(1, 2, 3)
 def test_async_save_waits_for_the_previous_one(ctx: RankContext, tmp_path: Path) -> None:
-    """It waits for that one; each has what was there when it was called for."""
-    run, kept = ConcurrentRun(None, ZERO2), dict[int, Any]()
-    with block_writes() as go, ThreadPoolExecutor() as pool:
+    """Each save holds the state at the time of its call."""
+    run, expected_by_step = ConcurrentRun(None, ZERO2), dict[int, Any]()
+    with block_writes() as may_write, ThreadPoolExecutor() as pool:
         for number in range(STEPS):
             run.step(number)
             if number == 1:
-                pool.submit(go.set)  # else the second save would wait for the first one, and that for us
-            kept[number] = {name: value.clone() for name, value in run.model.state_dict().items()}
-            last = checkpoint.async_save(tmp_path, step=number, model=run.model, optimizer=run.zero, keep=None)
-        last.wait()
-    for path, expected in zip(sorted(tmp_path.glob("step-*")), kept.values(), strict=True):
+                # Otherwise the second save would wait for the first one, and that one for this thread.
+                pool.submit(may_write.set)
+            expected_by_step[number] = {name: value.clone() for name, value in run.model.state_dict().items()}
+            save_handle = checkpoint.async_save(tmp_path, step=number, model=run.model, optimizer=run.zero, keep=None)
+        save_handle.wait()
+    for path, expected in zip(sorted(tmp_path.glob("step-*")), expected_by_step.values(), strict=True):
         checkpoint.load(path, model=run.model, optimizer=run.zero)
         assert_same(dict(run.model.state_dict()), expected)

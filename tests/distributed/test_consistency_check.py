@@ -1,4 +1,4 @@
-"""Ranks whose parameters part are found, named, and stopped before they update anything."""
+"""Ranks whose parameters diverge are detected and named, and the step raises before it updates anything."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from tests.support.fault_report import Count, keep_count
 from tests.support.oracles import (
     ZERO1,
     ZERO2,
-    DdpTwins,
-    Pair,
+    OverlapParityRun,
     Setup,
+    ShardParityRun,
     Words,
     all_configs,
     all_equal,
     assert_same,
     batch,
+    clone_values,
+    group_size_options,
+    make_seeded,
     mlp,
-    next_word,
+    next_word_loss,
     regression,
     rules,
-    seeded,
     set_grads,
     small_model,
-    values_of,
-    within,
 )
 from zeroshard import (
     ConfigError,
@@ -55,7 +55,7 @@ from zeroshard.engine.checks import Checksums, find_majority
 
 EVERY_STEP = ConsistencyCheck(every=1)
 NUM_FLIPS = 40
-"""Of each optimizer."""
+"""Bit flips per optimizer."""
 ADAMW: dict[str, Any] = {"lr": 0.05}
 
 
@@ -65,24 +65,24 @@ class MixedDtypeModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         images = torch.randn(4, 3, 5, 2).to(memory_format=torch.channels_last)
-        made = {
+        values = {
             "plain_values": torch.randn(7, 5),
             "half_values": torch.randn(9).half(),
             "short_values": torch.randn(3, 5).bfloat16(),
             "double_values": torch.randn(4, dtype=torch.float64),
             "complex_values": torch.randn(5, dtype=torch.complex64),
             "images_values": images,
-            "turned_values": torch.randn(6, 4).t(),
-            "gaps_values": torch.randn(5, 8)[:, ::2],
+            "transposed_values": torch.randn(6, 4).t(),
+            "strided_values": torch.randn(5, 8)[:, ::2],
             "empty_values": torch.empty(0, 3),
             "one_values": torch.randn(()),
         }
-        for name, value in made.items():
+        for name, value in values.items():
             self.register_parameter(name, nn.Parameter(value))
 
 
 def flip_bit(param: Tensor, element: int, bit: int) -> None:
-    """One bit of one element, as its memory would lose it: autograd knows nothing of it."""
+    """Flip one bit of one element as faulty memory would: autograd does not notice."""
     flat = param.detach().contiguous().view(-1).view(torch.uint8)
     flat[element * param.itemsize + bit // 8] ^= 1 << bit % 8
     changed = flat.view(param.dtype).view(param.shape)
@@ -94,19 +94,19 @@ def non_empty_params(model: nn.Module) -> dict[str, Tensor]:
 
 
 def make_sharded(
-    config: ZeroConfig | None = None, make: Callable[[], nn.Module] = MixedDtypeModel, **where: Any
+    config: ZeroConfig | None = None, make: Callable[[], nn.Module] = MixedDtypeModel, **group_options: Any
 ) -> tuple[Any, Any]:
-    model = seeded(make, 0)
-    return model, shard(model, torch.optim.SGD, config=config or ZERO2, **where, lr=0.1, momentum=0.9)
+    model = make_seeded(make, 0)
+    return model, shard(model, torch.optim.SGD, config=config or ZERO2, **group_options, lr=0.1, momentum=0.9)
 
 
 def make_dropin(
-    config: ZeroConfig | None = None, make: Callable[[], nn.Module] = MixedDtypeModel, **more: Any
+    config: ZeroConfig | None = None, make: Callable[[], nn.Module] = MixedDtypeModel, **options: Any
 ) -> tuple[Any, Any]:
-    model = seeded(make, 0)
+    model = make_seeded(make, 0)
     config = replace(config or ZeroConfig(), allow_mixed_dtypes=True)
     optimizer = ZeroRedundancyOptimizer(
-        model.named_parameters(), torch.optim.SGD, config=config, lr=0.1, momentum=0.9, **more
+        model.named_parameters(), torch.optim.SGD, config=config, lr=0.1, momentum=0.9, **options
     )
     return model, optimizer
 
@@ -117,45 +117,49 @@ def all_setups(world_size: int) -> Iterator[tuple[nn.Module, Any]]:
     yield make_dropin(parameters_as_bucket_view=True)
     yield make_dropin(ZeroConfig(partition=FlatShards()))
     if world_size == 4:
-        yield make_sharded(**within((2, 2)))
+        yield make_sharded(**group_size_options((2, 2)))
 
 
 def owner_ranks(optimizer: Any, index: int, element: int) -> set[int]:
-    """Ranks that own an element of a parameter's memory."""
-    (piece,) = [it for it in optimizer.layout.param_shards(index) if it.in_param.start <= element < it.in_param.stop]
+    """Return the ranks that own an element of a parameter's memory, one per shard group."""
+    (param_shard,) = [
+        candidate
+        for candidate in optimizer.layout.param_shards(index)
+        if candidate.in_param.start <= element < candidate.in_param.stop
+    ]
     size = optimizer.world_size
-    return {row * size + piece.owner for row in range(torch.distributed.get_world_size() // size)}
+    return {group * size + param_shard.owner for group in range(torch.distributed.get_world_size() // size)}
 
 
 def storage_offset(param: Tensor, element: int) -> int:
     index = torch.unravel_index(torch.tensor(element), param.shape) if param.dim() else ()
-    return sum(int(it) * step for it, step in zip(index, param.stride(), strict=True))
+    return sum(int(coordinate) * stride for coordinate, stride in zip(index, param.stride(), strict=True))
 
 
 @ranks(2, 3, 4)
 def test_every_bit_flip_is_detected_and_located(ctx: RankContext) -> None:
-    """At any place of any parameter, on any rank; and no check changes anything."""
-    draw, flips = random.Random(7), 0
+    """In any element of any parameter, on any rank. Checks change nothing."""
+    rng, flips = random.Random(7), 0
     for model, optimizer in all_setups(ctx.world_size):
         flips += NUM_FLIPS
         params = non_empty_params(model)
-        before = values_of(model)
+        before = clone_values(model)
         optimizer.check_consistency()
         for _ in range(NUM_FLIPS):
-            name = draw.choice(list(params))
+            name = rng.choice(list(params))
             param = params[name]
-            rank, element = draw.randrange(ctx.world_size), draw.randrange(param.numel())
-            bit = draw.randrange(param.itemsize * 8)
+            rank, element = rng.randrange(ctx.world_size), rng.randrange(param.numel())
+            bit = rng.randrange(param.itemsize * 8)
             if ctx.rank == rank:
                 flip_bit(param, element, bit)
             with pytest.raises(
                 ReplicaMismatchError, match=rf"check_consistency\(\): 1 of 10 parameters .*\({name}\)"
             ) as caught:
                 optimizer.check_consistency()
-            place = storage_offset(param, element)
+            offset = storage_offset(param, element)
             index = next(spec.index for spec in optimizer.layout.params if spec.name == name)
             wrong = [rank]
-            if ctx.world_size == 2 and rank in owner_ranks(optimizer, index, place):
+            if ctx.world_size == 2 and rank in owner_ranks(optimizer, index, offset):
                 wrong = [1 - rank]
             assert list(caught.value.ranks) == wrong, (name, element, rank, str(caught.value))
             assert caught.value.params == (name,)
@@ -164,12 +168,11 @@ def test_every_bit_flip_is_detected_and_located(ctx: RankContext) -> None:
             if ctx.rank == rank:
                 flip_bit(param, element, bit)
         optimizer.check_consistency()
-        assert_same([it.tolist() for it in values_of(model)], [it.tolist() for it in before])
+        assert_same([value.tolist() for value in clone_values(model)], [value.tolist() for value in before])
     if ctx.rank == 0:
-        done = (
-            f"one bit is flipped on one rank; parameter and bucket{', and the rank' * (ctx.world_size > 2)} are named"
-        )
-        keep_count(Count("flips", f"{ctx.world_size} ranks", done, flips))
+        named = f"parameter and bucket{', and the rank' * (ctx.world_size > 2)}"
+        description = f"one bit is flipped on one rank; the error names {named}"
+        keep_count(Count("flips", f"{ctx.world_size} ranks", description, flips))
 
 
 @ranks(2, 3)
@@ -184,37 +187,37 @@ def test_step_detects_bit_flip_before_updating(ctx: RankContext) -> None:
         optimizer.wait_for_params()
         if ctx.rank == ctx.world_size - 1:
             flip_bit(model[4].bias, 3, 30)
-        before = values_of(model)
+        before = clone_values(model)
         state = optimizer.full_state_dict()
         with pytest.raises(ReplicaMismatchError, match=r"before step 3: 1 of 10 parameters .*4\.bias") as caught:
             optimizer.step()
         assert caught.value.step == 3
         assert "Load the last checkpoint" in str(caught.value)
-        assert_same([it.tolist() for it in values_of(model)], [it.tolist() for it in before])
+        assert_same([value.tolist() for value in clone_values(model)], [value.tolist() for value in before])
         assert_same(optimizer.full_state_dict(), state)
 
 
 @ranks(2, 3, 4)
 def test_check_at_every_step_detects_every_bit_flip(ctx: RankContext) -> None:
-    draw = random.Random(11)
+    rng = random.Random(11)
     for config in (ZERO2, ZERO1, replace(ZERO2, overlap_param_gather=True)) * 6:
-        check_random_bit_flip_is_detected(ctx, replace(config, consistency_check=EVERY_STEP), draw)
+        check_random_bit_flip_is_detected(ctx, replace(config, consistency_check=EVERY_STEP), rng)
 
 
-def check_random_bit_flip_is_detected(ctx: RankContext, config: ZeroConfig, draw: random.Random) -> None:
-    """In any step, on any rank, its own slice or another's; before the forward pass, or after gradients were made."""
+def check_random_bit_flip_is_detected(ctx: RankContext, config: ZeroConfig, rng: random.Random) -> None:
+    """In any step, on any rank, in its own slice or another's, before the forward or after the backward pass."""
     model, optimizer = make_sharded(config, mlp)
-    name, param = draw.choice(list(non_empty_params(model).items()))
-    rank, element, bit = draw.randrange(ctx.world_size), draw.randrange(param.numel()), draw.randrange(32)
-    moment = (draw.randrange(1, 5), draw.choice(["before", "after"]))
+    name, param = rng.choice(list(non_empty_params(model).items()))
+    rank, element, bit = rng.randrange(ctx.world_size), rng.randrange(param.numel()), rng.randrange(32)
+    moment = (rng.randrange(1, 5), rng.choice(["before", "after"]))
 
     def train() -> None:
         for step in range(1, 5):
-            for part in ("before", "after"):
+            for phase in ("before", "after"):
                 optimizer.wait_for_params()
-                if (step, part) == moment and ctx.rank == rank:
+                if (step, phase) == moment and ctx.rank == rank:
                     flip_bit(param, element, bit)
-                if part == "before":
+                if phase == "before":
                     torch.autograd.backward(regression(model, step))
             optimizer.step()
             optimizer.zero_grad()
@@ -222,27 +225,27 @@ def check_random_bit_flip_is_detected(ctx: RankContext, config: ZeroConfig, draw
     with pytest.raises(ReplicaMismatchError) as caught:
         train()
     index = next(spec.index for spec in optimizer.layout.params if spec.name == name)
-    is_owners = rank in owner_ranks(optimizer, index, storage_offset(param, element))
-    wrong = 1 - rank if ctx.world_size == 2 and is_owners else rank
+    is_owner = rank in owner_ranks(optimizer, index, storage_offset(param, element))
+    wrong = 1 - rank if ctx.world_size == 2 and is_owner else rank
     assert (caught.value.step, caught.value.ranks, caught.value.params) == (moment[0], (wrong,), (name,))
 
 
 @ranks(3, 4)
 def test_diverged_rank_is_named(ctx: RankContext) -> None:
-    """It has made a step of its own, with another learning rate: many parameters differ, and it is named."""
+    """One rank has made a local step with another learning rate: many parameters differ, and the error names it."""
     for model, optimizer in (make_sharded(make=mlp), make_dropin(make=mlp)):
         optimizer.check_consistency()
-        odd = ctx.world_size - 2
-        if ctx.rank == odd:
+        diverged_rank = ctx.world_size - 2
+        if ctx.rank == diverged_rank:
             set_grads(model.parameters(), 1)
             torch.optim.SGD(model.parameters(), lr=0.3).step()
             optimizer.zero_grad()
         with pytest.raises(ReplicaMismatchError, match=r"10 of 10 parameters .*; and 5 more\.") as caught:
             optimizer.check_consistency()
-        assert caught.value.ranks == (odd,)
+        assert caught.value.ranks == (diverged_rank,)
         assert caught.value.params == tuple(name for name, _ in model.named_parameters())
-        others = ", ".join(str(rank) for rank in range(ctx.world_size) if rank != odd)
-        assert f"where rank {odd} differs from ranks {others}" in str(caught.value)
+        others = ", ".join(str(rank) for rank in range(ctx.world_size) if rank != diverged_rank)
+        assert f"where rank {diverged_rank} differs from ranks {others}" in str(caught.value)
         assert len(set(ctx.gather(str(caught.value)))) == 1
 
 
@@ -259,7 +262,7 @@ def test_several_diverged_ranks_are_named(ctx: RankContext) -> None:
 
 @ranks(2, 3)
 def test_step_resynchronizes_updated_params_only(ctx: RankContext) -> None:
-    """The owner's value comes to all, lost bits and all. What no step sends stays different."""
+    """All ranks get the owner's values, flipped bits included. Parameters that no step sends stay different."""
     flat = ZeroConfig(partition=FlatShards())
     for model, optimizer in (make_sharded(make=mlp), make_dropin(make=mlp), make_dropin(flat, mlp)):
         if ctx.rank == 0:
@@ -280,12 +283,12 @@ def test_step_resynchronizes_updated_params_only(ctx: RankContext) -> None:
 
 @ranks(3, 4)
 def test_every_rank_wrong_in_a_different_shard(ctx: RankContext) -> None:
-    """Each part has a majority of ranks that are right, and no rank is right in all."""
+    """Each shard is right on a majority of ranks, and no rank is right in all shards."""
     model, optimizer = make_sharded(ZeroConfig(), lambda: nn.Linear(6, 8, bias=False))
-    piece = optimizer.layout.param_shard(0, (ctx.rank + 1) % ctx.world_size)
-    flip_bit(model.weight, piece.in_param.start, 4)
+    param_shard = optimizer.layout.param_shard(0, (ctx.rank + 1) % ctx.world_size)
+    flip_bit(model.weight, param_shard.in_param.start, 4)
     with pytest.raises(
-        ReplicaMismatchError, match=r"\(weight\) in bucket 0, of which every rank has lost a part\."
+        ReplicaMismatchError, match=r"\(weight\) in bucket 0, where every rank differs from the others in some shard\."
     ) as caught:
         optimizer.check_consistency()
     assert caught.value.ranks == tuple(range(ctx.world_size))
@@ -295,15 +298,15 @@ def test_every_rank_wrong_in_a_different_shard(ctx: RankContext) -> None:
 @ranks(2)
 def test_transient_mismatch_is_reported_as_unstable_memory(ctx: RankContext) -> None:
     _, optimizer = make_dropin(make=small_model)
-    right, calls = Checksums.compute, iter([1] * ctx.rank)
+    compute, errors = Checksums.compute, iter([1] * ctx.rank)
 
-    def unsteady(self: Checksums, tensors: Any) -> int:
-        return right(self, tensors) + next(calls, 0)
+    def compute_with_errors(self: Checksums, tensors: Any) -> int:
+        return compute(self, tensors) + next(errors, 0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checksums, "compute", unsteady)
+        patch.setattr(Checksums, "compute", compute_with_errors)
         with pytest.raises(
-            ReplicaMismatchError, match="when all looked again they did not: a rank's memory is unsteady"
+            ReplicaMismatchError, match="no longer when they were compared again: the memory of a rank is faulty"
         ) as caught:
             optimizer.check_consistency()
     assert (caught.value.ranks, caught.value.params) == ((), ())
@@ -312,13 +315,13 @@ def test_transient_mismatch_is_reported_as_unstable_memory(ctx: RankContext) -> 
 
 @ranks(2)
 def test_explicit_check_with_ddp_overlap(ctx: RankContext) -> None:
-    twins = DdpTwins(Setup(), mlp, torch.optim.AdamW, **ADAMW)
-    twins.train(4)
-    twins.zero.check_consistency()
+    parity = OverlapParityRun(Setup(), mlp, torch.optim.AdamW, **ADAMW)
+    parity.train(4)
+    parity.zero.check_consistency()
     if ctx.rank:
-        flip_bit(next(twins.ddp.parameters()), 3, 3)
+        flip_bit(next(parity.ddp.parameters()), 3, 3)
     with pytest.raises(ReplicaMismatchError, match="1 of 10 parameters"):
-        twins.zero.check_consistency()
+        parity.zero.check_consistency()
 
 
 def test_majority_vote() -> None:
@@ -335,7 +338,7 @@ def train(model: nn.Module, optimizer: Any, loss: Callable[[nn.Module, int], Ten
         torch.autograd.backward(loss(model, number))
         optimizer.step()
         optimizer.zero_grad()
-    return values_of(model)
+    return clone_values(model)
 
 
 @ranks(1, 2)
@@ -343,48 +346,48 @@ def test_no_false_alarm_and_unchanged_results(ctx: RankContext) -> None:
     configs = [*all_configs(), replace(ZERO2, master_dtype=torch.float64)]
     for config in configs:
         found, expected = (
-            train(model, shard(model, torch.optim.AdamW, config=it, **ADAMW))
-            for it in (replace(config, consistency_check=EVERY_STEP), config)
-            for model in [seeded(mlp, 0)]
+            train(model, shard(model, torch.optim.AdamW, config=each_config, **ADAMW))
+            for each_config in (replace(config, consistency_check=EVERY_STEP), config)
+            for model in [make_seeded(mlp, 0)]
         )
         assert all_equal([found, expected]), config
 
 
 @ranks(4)
 def test_no_false_alarm_with_rules_and_hybrid_sharding(ctx: RankContext) -> None:
-    where = within((2, 2))
+    group_options = group_size_options((2, 2))
     for config in (ZERO2, replace(ZERO2, overlap_param_gather=True)):
-        for make, loss, chosen in ((Words, next_word, rules()), (mlp, regression, torch.optim.AdamW)):
+        for make, loss, optimizers in ((Words, next_word_loss, rules()), (mlp, regression, torch.optim.AdamW)):
             found, expected = (
-                train(model, shard(model, chosen, config=it, **where), loss)
-                for it in (replace(config, consistency_check=EVERY_STEP), config)
-                for model in [seeded(make, 0)]
+                train(model, shard(model, optimizers, config=each_config, **group_options), loss)
+                for each_config in (replace(config, consistency_check=EVERY_STEP), config)
+                for model in [make_seeded(make, 0)]
             )
             assert all_equal([found, expected])
 
 
 @ranks(2, 3)
 def test_no_false_alarm_under_ddp(ctx: RankContext) -> None:
-    ways: list[dict[str, Any]] = [
+    option_sets: list[dict[str, Any]] = [
         {},
         {"parameters_as_bucket_view": True},
         {"config": ZeroConfig(partition=FlatShards())},
     ]
-    for options in ways:
+    for options in option_sets:
         results = []
-        for drift in (EVERY_STEP, None):
-            ddp = DistributedDataParallel(seeded(mlp, 0))
-            config = replace(options.get("config", ZeroConfig()), consistency_check=drift)
-            zero = ZeroRedundancyOptimizer(
+        for consistency_check in (EVERY_STEP, None):
+            ddp = DistributedDataParallel(make_seeded(mlp, 0))
+            config = replace(options.get("config", ZeroConfig()), consistency_check=consistency_check)
+            optimizer = ZeroRedundancyOptimizer(
                 ddp.parameters(), torch.optim.AdamW, **{**options, "config": config}, **ADAMW
             )
-            results.append(train(ddp, zero))
+            results.append(train(ddp, optimizer))
         assert all_equal(results)
 
 
 @ranks(2, 3)
 def test_closure_scaler_and_join_steps_count_toward_the_interval(ctx: RankContext) -> None:
-    """With a closure, with a scaler that leaves them out, and where only some ranks have inputs."""
+    """Steps with a closure, steps that a scaler skips, and steps for which only some ranks have inputs."""
     model, optimizer = make_sharded(replace(ZERO2, consistency_check=ConsistencyCheck(every=2)), mlp)
 
     def closure() -> Tensor:
@@ -396,34 +399,34 @@ def test_closure_scaler_and_join_steps_count_toward_the_interval(ctx: RankContex
     assert isinstance(optimizer.step(closure), Tensor)
     scaler = GradScaler("cpu", init_scale=4.0)
     torch.autograd.backward(scaler.scale(regression(model, 2) * (float("inf") if ctx.rank == 0 else 1.0)))
-    spoil = ctx.rank == 0
-    if spoil:
+    is_corrupted = ctx.rank == 0
+    if is_corrupted:
         flip_bit(model[0].weight, 2, 1)
     with pytest.raises(ReplicaMismatchError, match=r"before step 2: .*0\.weight"):
         scaler.step(optimizer)
     scaler.update()
-    if spoil:
+    if is_corrupted:
         flip_bit(model[0].weight, 2, 1)
     optimizer.zero_grad()
     with Join([optimizer]):
-        for number in range(1 + ctx.rank):  # the third step, and more
+        for number in range(1 + ctx.rank):  # step 3, and later steps
             torch.autograd.backward(regression(model, number))
             optimizer.step()
             optimizer.zero_grad()
-    coming = 3 + ctx.world_size
-    if coming % 2:
+    next_step = 3 + ctx.world_size
+    if next_step % 2:
         torch.autograd.backward(regression(model, 0))
         optimizer.step()
-        coming += 1
-    if spoil:
+        next_step += 1
+    if is_corrupted:
         flip_bit(model[0].weight, 2, 1)
-    with pytest.raises(ReplicaMismatchError, match=rf"before step {coming}: .*0\.weight"):
+    with pytest.raises(ReplicaMismatchError, match=rf"before step {next_step}: .*0\.weight"):
         optimizer.step()
 
 
 @ranks(2, 3)
 def test_uneven_inputs_with_join(ctx: RankContext) -> None:
-    """Ranks that only shadow a step take part, and a rank that drifts among them is found by all."""
+    """Ranks that only shadow a step take part in its check."""
     model, optimizer = make_dropin(ZeroConfig(consistency_check=EVERY_STEP), mlp)
     ddp = DistributedDataParallel(model)
     with Join([ddp, optimizer]):
@@ -432,7 +435,29 @@ def test_uneven_inputs_with_join(ctx: RankContext) -> None:
             torch.autograd.backward(regression(ddp, number))
             optimizer.step()
     optimizer.check_consistency()
-    assert all_equal(ctx.gather(values_of(model)))
+    assert all_equal(ctx.gather(clone_values(model)))
+
+
+@ranks(2, 3)
+def test_joined_rank_that_diverged_is_detected(ctx: RankContext) -> None:
+    """Rank 0 changes a parameter after its last input. The next step, which it only shadows, raises on all ranks."""
+    for make in (make_dropin, make_sharded):
+        model, optimizer = make(ZeroConfig(consistency_check=EVERY_STEP), mlp)
+        ddp = DistributedDataParallel(model) if make is make_dropin else None
+
+        def train(model: Any = model, optimizer: Any = optimizer, ddp: Any = ddp) -> None:
+            with Join([ddp, optimizer] if ddp else [optimizer]):
+                for number in range(2 + ctx.rank):
+                    torch.autograd.backward(regression(ddp or model, number))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if ctx.rank == 0:
+                    flip_bit(model[8].bias, 3, 20)
+
+        with pytest.raises(ReplicaMismatchError, match=r"before step 3: 1 of 10 parameters .*\(8\.bias\)") as caught:
+            train()
+        wrong = 1 if ctx.world_size == 2 and 0 in owner_ranks(optimizer, 9, 3) else 0
+        assert (caught.value.ranks, caught.value.params) == ((wrong,), ("8.bias",))
 
 
 @ranks(2)
@@ -459,22 +484,22 @@ def test_checksum_failure_on_one_rank_raises_on_all_ranks(ctx: RankContext) -> N
 
 @ranks(2, 3)
 def test_failure_while_locating_the_mismatch_raises_on_all_ranks(ctx: RankContext) -> None:
-    """While ranks look for the parameters that differ, and for the pieces of one."""
-    right = Checksums.compute
+    """While ranks locate the parameters that differ, and while they locate the shards of one."""
+    compute = Checksums.compute
     model, optimizer = make_dropin(make=small_model)
     if ctx.rank == 0:
         flip_bit(model[0].weight, 1, 2)
     for failing in (2, 2 + len(list(model.parameters()))):
         calls = count(1)
 
-        def total(self: Checksums, tensors: Any, calls: Any = calls, failing: int = failing) -> int:
+        def compute_or_fail(self: Checksums, tensors: Any, calls: Any = calls, failing: int = failing) -> int:
             if next(calls) == failing:
                 raise MemoryError("nothing left")
-            return right(self, tensors)
+            return compute(self, tensors)
 
         with pytest.MonkeyPatch.context() as patch:
             if ctx.rank == 1:
-                patch.setattr(Checksums, "compute", total)
+                patch.setattr(Checksums, "compute", compute_or_fail)
             with pytest.raises(MemoryError if ctx.rank == 1 else RankFailedError, match="nothing left"):
                 optimizer.check_consistency()
     with pytest.raises(ReplicaMismatchError):
@@ -495,16 +520,16 @@ def test_different_check_intervals_are_rejected_at_construction(ctx: RankContext
 
 @ranks(2)
 def test_matches_plain_optimizer_with_checks_enabled(ctx: RankContext) -> None:
-    pair = Pair(torch.optim.AdamW, config=replace(ZERO2, consistency_check=EVERY_STEP), **ADAMW)
-    pair.train(3)
-    pair.check_state()
+    parity = ShardParityRun(torch.optim.AdamW, config=replace(ZERO2, consistency_check=EVERY_STEP), **ADAMW)
+    parity.train(3)
+    parity.check_state()
 
 
 @pytest.mark.gpu
 @ranks(2)
 def test_bit_flips_are_detected_on_gpu(ctx: RankContext) -> None:
-    """The same sums as on the CPU; the host waits for the device once."""
-    draw = random.Random(3)
+    """Checksums equal those on the CPU; a check synchronizes with the device once."""
+    rng = random.Random(3)
     for model, optimizer in (
         make_sharded(make=_make_mixed_dtype_model_on_gpu),
         make_dropin(make=_make_mixed_dtype_model_on_gpu),
@@ -519,9 +544,9 @@ def test_bit_flips_are_detected_on_gpu(ctx: RankContext) -> None:
                 optimizer.check_consistency()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        assert len([it for it in caught if "called a synchronizing" in str(it.message)]) == 1
+        assert len([warning for warning in caught if "called a synchronizing" in str(warning.message)]) == 1
         for name, param in params.items():
-            element, bit = draw.randrange(param.numel()), draw.randrange(param.itemsize * 8)
+            element, bit = rng.randrange(param.numel()), rng.randrange(param.itemsize * 8)
             if ctx.rank:
                 flip_bit(param, element, bit)
             with pytest.raises(ReplicaMismatchError) as found:
@@ -541,9 +566,11 @@ def _make_mixed_dtype_model_on_gpu() -> nn.Module:
 def test_no_false_alarm_on_gpu(ctx: RankContext) -> None:
     for config in (ZERO2, ZERO1, replace(ZERO2, overlap_param_gather=True)):
         results = []
-        for drift in (EVERY_STEP, None):
-            model = seeded(mlp, 0).cuda()
-            optimizer = shard(model, torch.optim.AdamW, config=replace(config, consistency_check=drift), **ADAMW)
+        for consistency_check in (EVERY_STEP, None):
+            model = make_seeded(mlp, 0).cuda()
+            optimizer = shard(
+                model, torch.optim.AdamW, config=replace(config, consistency_check=consistency_check), **ADAMW
+            )
             results.append(train(model, optimizer, _regression_on_gpu))
         assert all_equal(results)
 

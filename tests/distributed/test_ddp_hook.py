@@ -1,4 +1,4 @@
-"""`optimizer.ddp_hook()`: DDP's gradients go to their owners only; all else is as with DDP and the plain optimizer."""
+"""`optimizer.ddp_hook()`: gradients go to their owners only; results equal DDP with the plain optimizer."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tests.support.oracles import (
     assert_same,
     average,
     batch,
-    from_all_ranks,
-    in_rank_order,
+    branches_loss,
+    complex_loss,
+    gather_from_all_ranks,
     mlp,
-    of_complex,
+    rank_order_hook,
     regression,
-    through_branches,
 )
 from zeroshard import (
     ConfigError,
@@ -51,8 +51,8 @@ INNER_OPTIMIZERS: list[tuple[type[optim.Optimizer], Options]] = [
 ]
 
 
-class DDPHookTwins:
-    """Two equal models under DDP, one with the hook; `wrap` are DDP's options."""
+class DdpHookParityRun:
+    """Two equal models under DDP, one with the hook; `wrap` holds DDP's options."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class DDPHookTwins:
         self.plain_net, self.net = (DistributedDataParallel(make_seeded(make), **wrap) for _ in range(2))
         self.plain: Any = factory(self.plain_net.parameters(), **options)
         self.zero = ZeroRedundancyOptimizer(self.net.parameters(), factory, config=config, **options)
-        self.plain_net.register_comm_hook(None, in_rank_order)
+        self.plain_net.register_comm_hook(None, rank_order_hook)
         self.net.register_comm_hook(None, self.zero.ddp_hook())
         self.loss, self.steps = loss, 0
 
@@ -92,7 +92,7 @@ class DDPHookTwins:
         found = self.zero.full_state_dict()
         if found is not None:
             expected = self.plain.state_dict()
-            # Ours is in the order of parameters, torch's in that of their first gradients.
+            # zeroshard's state is in parameter order, torch's in the order of first gradients.
             assert_same(found, {**expected, "state": dict(sorted(expected["state"].items()))})
 
 
@@ -102,25 +102,25 @@ def make_seeded(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def ddp_options() -> Iterator[Options]:
-    """All ways to set DDP up; the small caps make it rebuild its buckets after the first pass."""
-    for view, static, cap in product((False, True), (False, True), (BUCKET_MB, 25)):
-        yield {"gradient_as_bucket_view": view, "static_graph": static, "bucket_cap_mb": cap}
+    """Yield all combinations of DDP's options; with the small cap DDP rebuilds its buckets after the first pass."""
+    for bucket_view, static_graph, bucket_cap_mb in product((False, True), (False, True), (BUCKET_MB, 25)):
+        yield {"gradient_as_bucket_view": bucket_view, "static_graph": static_graph, "bucket_cap_mb": bucket_cap_mb}
 
 
 @ranks(1, 2, 3, 4)
 def test_matches_ddp_from_the_first_backward(ctx: RankContext) -> None:
     for wrap, inner in zip(ddp_options(), cycle(INNER_OPTIMIZERS)):
-        hooked = DDPHookTwins(inner, **wrap)
+        hooked = DdpHookParityRun(inner, **wrap)
         hooked.train(3)
         hooked.check_state()
 
 
 @ranks(1, 2)
 def test_bitwise_equal_to_ddp_average(ctx: RankContext) -> None:
-    """At two ranks there is only one order to add in."""
+    """Two ranks have only one summation order."""
     net = DistributedDataParallel(make_seeded(mlp), bucket_cap_mb=BUCKET_MB)
     plain = optim.AdamW(net.parameters(), foreach=True)
-    hooked = DDPHookTwins((optim.AdamW, {"foreach": True}), bucket_cap_mb=BUCKET_MB)
+    hooked = DdpHookParityRun((optim.AdamW, {"foreach": True}), bucket_cap_mb=BUCKET_MB)
     for step in range(3):
         torch.autograd.backward(regression(net, step))
         plain.step()
@@ -131,10 +131,10 @@ def test_bitwise_equal_to_ddp_average(ctx: RankContext) -> None:
 
 @ranks(1, 2, 3, 4)
 def test_unused_params_match_ddp(ctx: RankContext) -> None:
-    """By no rank: they stay as they are. By some ranks: the others' share is zero."""
+    """Parameters that no rank uses stay unchanged. For those that some ranks use, the others contribute zeros."""
     for view, partition in product((False, True), (TINY, FlatShards())):
         wrap = {"find_unused_parameters": True, "gradient_as_bucket_view": view, "bucket_cap_mb": BUCKET_MB}
-        hooked = DDPHookTwins(INNER_OPTIMIZERS[1], Branches, ZeroConfig(partition=partition), through_branches, **wrap)
+        hooked = DdpHookParityRun(INNER_OPTIMIZERS[1], Branches, ZeroConfig(partition=partition), branches_loss, **wrap)
         hooked.train(4)
         hooked.check_state()
 
@@ -144,7 +144,7 @@ def make_sparse_embedding_model() -> nn.Module:
 
 
 def sparse_rows_loss(net: nn.Module, number: int) -> Tensor:
-    """Other rows on each rank, one of them twice."""
+    """A loss that uses other rows on each rank, one of them twice."""
     rows = torch.tensor([1, 1, 2 + torch.distributed.get_rank(), number])
     loss: Tensor = net(rows).square().mean()
     return loss
@@ -152,15 +152,15 @@ def sparse_rows_loss(net: nn.Module, number: int) -> Tensor:
 
 @ranks(1, 2, 3)
 def test_sparse_gradients_match_ddp(ctx: RankContext) -> None:
-    """They are averaged as dense ones. DDP with its own average is the oracle, up to rounding."""
+    """They are averaged as dense ones. The oracle is DDP with its own averaging, up to rounding."""
     for config in (ZeroConfig(partition=TINY), ZeroConfig(partition=FlatShards())):
         plain_net, net = (DistributedDataParallel(make_seeded(make_sparse_embedding_model)) for _ in range(2))
         plain = optim.SGD(plain_net.parameters(), lr=0.5)
         zero = ZeroRedundancyOptimizer(net.parameters(), optim.SGD, lr=0.5, config=config)
         net.register_comm_hook(None, zero.ddp_hook())
         for number in range(3):
-            for each, optimizer in ((net, zero), (plain_net, plain)):
-                torch.autograd.backward(sparse_rows_loss(each, number))
+            for each_net, optimizer in ((net, zero), (plain_net, plain)):
+                torch.autograd.backward(sparse_rows_loss(each_net, number))
                 optimizer.step()
                 optimizer.zero_grad()
             for ours, theirs in zip(net.parameters(), plain_net.parameters(), strict=True):
@@ -168,7 +168,7 @@ def test_sparse_gradients_match_ddp(ctx: RankContext) -> None:
 
 
 class MixedLayoutModel(nn.Module):
-    """Parameters that are not contiguous, complex ones, and several dtypes."""
+    """Non-contiguous parameters, complex ones, and several dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,26 +184,26 @@ class MixedLayoutModel(nn.Module):
         images = x.repeat(1, 3).view(4, 2, 3, 3)
         real: Tensor = (self.conv(images).mean((2, 3)) @ self.transposed @ self.strided).double() @ self.float64
         total: Tensor = real.square().tanh().mean() * self.scale + self.empty.sum()
-        for part in (self.complex64, self.complex128) if number % 2 else ():
-            total = total + of_complex(part, number)
+        for layer in (self.complex64, self.complex128) if number % 2 else ():
+            total = total + complex_loss(layer, number)
         return total
 
 
 @ranks(1, 2, 3)
 def test_mixed_strides_and_dtypes(ctx: RankContext) -> None:
-    """In DDP's buckets gradients lie as their parameters do, and complex ones as pairs of real numbers."""
+    """In DDP's buckets gradients have the strides of their parameters, and complex ones are pairs of real numbers."""
     config = ZeroConfig(partition=FlatShards(bucket_bytes=200), allow_mixed_dtypes=True)
     for (view, unused), inner in zip(product((False, True), repeat=2), cycle(INNER_OPTIMIZERS)):
         wrap = {"gradient_as_bucket_view": view, "bucket_cap_mb": BUCKET_MB, "find_unused_parameters": unused}
         loss = partial(mixed_layout_loss, odd=not unused)
-        hooked = DDPHookTwins(inner, MixedLayoutModel, config, loss, **wrap)
+        hooked = DdpHookParityRun(inner, MixedLayoutModel, config, loss, **wrap)
         hooked.train(3)
         hooked.train(1, local_passes=1)
         hooked.check_state()
 
 
 def mixed_layout_loss(net: nn.Module, number: int, *, odd: bool) -> Tensor:
-    """`odd`: complex parameters are used in every pass."""
+    """With `odd`, every pass uses the complex parameters."""
     loss: Tensor = net(batch(number), 2 * number + 1 if odd else number)
     return loss
 
@@ -211,7 +211,7 @@ def mixed_layout_loss(net: nn.Module, number: int, *, odd: bool) -> Tensor:
 @ranks(1, 2, 3, 4)
 def test_gradient_accumulation_under_no_sync(ctx: RankContext) -> None:
     for view in (False, True):
-        hooked = DDPHookTwins(bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=view)
+        hooked = DdpHookParityRun(bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=view)
         hooked.train(1)
         hooked.train(2, local_passes=2)
         hooked.train(1)
@@ -219,8 +219,8 @@ def test_gradient_accumulation_under_no_sync(ctx: RankContext) -> None:
 
 @ranks(1, 2, 3)
 def test_gradient_accumulation_with_sync_in_each_pass(ctx: RankContext) -> None:
-    """Several synchronised passes before a step. Each averages all that came before it again, which rounds."""
-    hooked = DDPHookTwins((optim.SGD, {"lr": 0.1, "foreach": True}), bucket_cap_mb=BUCKET_MB)
+    """Several synchronized passes before a step. Each averages the accumulated gradients again, which rounds."""
+    hooked = DdpHookParityRun((optim.SGD, {"lr": 0.1, "foreach": True}), bucket_cap_mb=BUCKET_MB)
     for _ in range(2):
         for net, optimizer in hooked.sides:
             for turn in range(3):
@@ -239,15 +239,15 @@ def test_clip_through_optimizer_matches_torch(ctx: RankContext) -> None:
         else:
             clip_grad_norm_(net.parameters(), 0.01, math.inf)
 
-    DDPHookTwins(bucket_cap_mb=BUCKET_MB).train(3, before_step=clip)
+    DdpHookParityRun(bucket_cap_mb=BUCKET_MB).train(3, before_step=clip)
 
 
 @ranks(2, 3, 4)
-@pytest.mark.parametrize("left", ["nothing", "the last step's", "those of a pass without a step"])
-def test_leftover_gradients_do_not_affect_join_steps(ctx: RankContext, left: str) -> None:
-    """What is `left` in `param.grad` when a rank runs out of inputs has no part in the steps that it only shadows."""
+@pytest.mark.parametrize("leftover", ["none", "last step", "pass without step"])
+def test_leftover_gradients_do_not_affect_join_steps(ctx: RankContext, leftover: str) -> None:
+    """Gradients that a rank still has when it runs out of inputs do not enter the steps that it only shadows."""
     for counts, inner in zip(uneven_counts(ctx.world_size), cycle(INNER_OPTIMIZERS)):
-        hooked = DDPHookTwins(inner, bucket_cap_mb=BUCKET_MB)
+        hooked = DdpHookParityRun(inner, bucket_cap_mb=BUCKET_MB)
         joinables: list[list[Any]] = [[hooked.net, hooked.zero], [hooked.plain_net]]
         for (net, optimizer), joined in zip(hooked.sides, joinables, strict=True):
             with Join(joined):
@@ -255,9 +255,9 @@ def test_leftover_gradients_do_not_affect_join_steps(ctx: RankContext, left: str
                     optimizer.zero_grad()
                     torch.autograd.backward(regression(net, step))
                     optimizer.step()
-                if left != "the last step's":
+                if leftover != "last step":
                     optimizer.zero_grad()
-                if left == "those of a pass without a step":
+                if leftover == "pass without step":
                     with net.no_sync():
                         torch.autograd.backward(regression(net.module, 100))
         assert_same(hooked.net.state_dict(), hooked.plain_net.state_dict(), f"with {counts} inputs")
@@ -265,7 +265,7 @@ def test_leftover_gradients_do_not_affect_join_steps(ctx: RankContext, left: str
 
 @ranks(2, 3, 4)
 def test_stale_gradients_of_joined_ranks_are_not_sent(ctx: RankContext) -> None:
-    """Of a parameter that DDP has not: there is no gradient of zeros from DDP in the place of the one that is left."""
+    """Of a parameter outside DDP, whose leftover gradient DDP does not replace by zeros."""
     for counts in uneven_counts(ctx.world_size):
         net, scale = DistributedDataParallel(make_seeded(mlp)), nn.Parameter(torch.zeros(3))
         config = ZeroConfig(partition=FlatShards())
@@ -280,44 +280,46 @@ def test_stale_gradients_of_joined_ranks_are_not_sent(ctx: RankContext) -> None:
             scale.grad = torch.full((3,), 100.0)  # a pass without a step
         expected = torch.zeros(3)
         for step in range(max(counts)):
-            expected -= average([torch.full((3,), (rank + 1.0) * (step < n)) for rank, n in enumerate(counts)])
+            expected -= average([torch.full((3,), (rank + 1.0) * (step < count)) for rank, count in enumerate(counts)])
         assert_same(scale.detach(), expected, f"with {counts} inputs")
 
 
 @ranks(2, 3)
 def test_param_grad_holds_the_local_gradient(ctx: RankContext) -> None:
-    hooked = DDPHookTwins(bucket_cap_mb=BUCKET_MB)
-    alone = make_seeded(mlp)
-    for net in (hooked.net, alone):
+    hooked = DdpHookParityRun(bucket_cap_mb=BUCKET_MB)
+    local_model = make_seeded(mlp)
+    for net in (hooked.net, local_model):
         torch.autograd.backward(regression(net, 0))
-    for ours, theirs in zip(hooked.net.parameters(), alone.parameters(), strict=True):
+    for ours, theirs in zip(hooked.net.parameters(), local_model.parameters(), strict=True):
         assert_same(ours.grad, theirs.grad)
 
 
 @ranks(2, 3, 4)
 def test_communication_volume_does_not_exceed_ddp(ctx: RankContext) -> None:
-    """An all-reduce takes 2 (N - 1) times the bytes of the gradients, from all ranks together."""
-    hooked = DDPHookTwins(make=lambda: nn.Linear(WIDTH, 1000), loss=lambda net, n: net(batch(n)).square().mean())
+    """An all-reduce sends 2 (N - 1) times the bytes of the gradients, summed over all ranks."""
+    hooked = DdpHookParityRun(
+        make=lambda: nn.Linear(WIDTH, 1000), loss=lambda net, number: net(batch(number)).square().mean()
+    )
     hooked.train(1)
     with recorded() as traffic:
         torch.autograd.backward(hooked.loss(hooked.net, 1))
         hooked.zero.step()
-    messages = sum(ctx.gather(sum(traffic.sizes("isend"))))
-    words = sum(ctx.gather(sum(traffic.sizes("all_reduce"))))
-    everything = sum(param.nbytes for param in hooked.net.parameters())
-    assert messages + words <= 1.02 * 2 * (ctx.world_size - 1) * everything
+    p2p_bytes = sum(ctx.gather(sum(traffic.sizes("isend"))))
+    all_reduce_bytes = sum(ctx.gather(sum(traffic.sizes("all_reduce"))))
+    grad_bytes = sum(param.nbytes for param in hooked.net.parameters())
+    assert p2p_bytes + all_reduce_bytes <= 1.02 * 2 * (ctx.world_size - 1) * grad_bytes
     assert set(traffic.verbs) <= {"isend", "irecv", "all_reduce"}
 
 
 @ranks(2, 3)
 def test_reduce_in_bfloat16(ctx: RankContext) -> None:
     config = ZeroConfig(partition=TINY, reduce_dtype=torch.bfloat16)
-    hooked = DDPHookTwins((optim.SGD, {"lr": 1.0, "foreach": True}), config=config)
+    hooked = DdpHookParityRun((optim.SGD, {"lr": 1.0, "foreach": True}), config=config)
     torch.autograd.backward(regression(hooked.plain_net.module, 0))
     expected = []
     for param in hooked.plain_net.parameters():
         assert param.grad is not None
-        expected.append(param.detach() - average(from_all_ranks(param.grad.bfloat16())))
+        expected.append(param.detach() - average(gather_from_all_ranks(param.grad.bfloat16())))
     torch.autograd.backward(regression(hooked.net, 0))
     hooked.zero.step()
     assert_same([param.detach() for param in hooked.net.parameters()], expected)
@@ -327,33 +329,33 @@ def test_reduce_in_bfloat16(ctx: RankContext) -> None:
 def test_master_weights_receive_unrounded_averages(ctx: RankContext) -> None:
     """Averages of bfloat16 gradients reach the masters unrounded."""
     net = DistributedDataParallel(make_seeded(lambda: mlp().bfloat16()), bucket_cap_mb=BUCKET_MB)
-    alone = make_seeded(lambda: mlp().bfloat16())
-    masters = [nn.Parameter(param.detach().float()) for param in alone.parameters()]
+    local_model = make_seeded(lambda: mlp().bfloat16())
+    masters = [nn.Parameter(param.detach().float()) for param in local_model.parameters()]
     plain = optim.AdamW(masters, lr=1e-3, foreach=True)
     config = ZeroConfig(partition=TINY, master_dtype=torch.float32)
     zero = ZeroRedundancyOptimizer(net.parameters(), optim.AdamW, lr=1e-3, foreach=True, config=config)
     net.register_comm_hook(None, zero.ddp_hook())
     for step in range(3):
-        for each in (net, alone):
-            torch.autograd.backward(each(batch(step).bfloat16()).float().square().mean())
+        for each_model in (net, local_model):
+            torch.autograd.backward(each_model(batch(step).bfloat16()).float().square().mean())
         zero.step()
         zero.zero_grad()
-        for param, master in zip(alone.parameters(), masters, strict=True):
+        for param, master in zip(local_model.parameters(), masters, strict=True):
             assert param.grad is not None
-            master.grad = average(from_all_ranks(param.grad))
+            master.grad = average(gather_from_all_ranks(param.grad))
             param.grad = None
         plain.step()
         with torch.no_grad():
-            for param, master in zip(alone.parameters(), masters, strict=True):
+            for param, master in zip(local_model.parameters(), masters, strict=True):
                 param.copy_(master)
-        assert_same(net.module.state_dict(), alone.state_dict())
+        assert_same(net.module.state_dict(), local_model.state_dict())
 
 
 @ranks(1, 2)
 def test_whole_params_reject_ddp_hook(ctx: RankContext) -> None:
     for config in (None, ZeroConfig(partition=WholeParams())):
         zero = ZeroRedundancyOptimizer(mlp().parameters(), optim.AdamW, config=config)
-        with pytest.raises(ConfigError, match=r"it needs partition=FlatShards\(\)"):
+        with pytest.raises(ConfigError, match=r"ddp_hook\(\) needs ZeroConfig\(partition=FlatShards\(\)\)"):
             zero.ddp_hook()
 
 
@@ -369,13 +371,13 @@ def test_param_unknown_to_the_optimizer_is_rejected(ctx: RankContext) -> None:
 
 @ranks(2, 3)
 def test_hook_on_one_rank_only_raises_on_all_ranks(ctx: RankContext) -> None:
-    """Such a rank settles gradients by other messages than the others."""
+    """That rank reduces gradients with other messages than the other ranks."""
     net = make_seeded(mlp)
     zero = ZeroRedundancyOptimizer(net.parameters(), optim.SGD, lr=0.1, config=ZeroConfig(partition=TINY))
     if ctx.rank == 1:
         zero.ddp_hook()
     torch.autograd.backward(regression(net, 0))
     before = [param.detach().clone() for param in net.parameters()]
-    with pytest.raises(RankMismatchError, match=r"step 1, with gradients of param\.grad.*slices from all ranks"):
+    with pytest.raises(RankMismatchError, match=r"step 1, with gradients in param\.grad.*reduce-scattered gradients"):
         zero.step()
     assert_same([param.detach() for param in net.parameters()], before)

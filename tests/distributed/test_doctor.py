@@ -1,4 +1,4 @@
-"""`zeroshard doctor` on real ranks: all come to the same end, whatever is wrong on one of them."""
+"""`zeroshard doctor` on real ranks: all ranks get the same result, whatever is wrong on one of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,25 +21,24 @@ from torch import nn
 
 import zeroshard
 from tests.support import RankContext, ranks
-from tests.support.launch import torchrun
+from tests.support.launch import free_port, torchrun
 from tests.support.oracles import assert_same, small_model
 from zeroshard import RankLostError
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.process_group import Group, with_backend
 from zeroshard.doctor import collect
 from zeroshard.doctor import report as command
-from zeroshard.doctor.checks import ERROR, WARNING
-from zeroshard.doctor.collect import measure_speed, ranks_by_node
+from zeroshard.doctor.checks import clock_offset
+from zeroshard.doctor.collect import COLLECTIVES, ranks_by_node
 from zeroshard.doctor.report import make_report
 
-COLLECTIVES = ["all-reduce", "reduce-scatter", "all-gather", "broadcast"]
 GLOO_ENV = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @contextmanager
 def shorten_measurements() -> Iterator[None]:
-    """Measured is as little as possible."""
-    with patch.object(collect, "_MEASUREMENT_BUDGET_S", 0.0), patch.object(collect, "_MAX_CPU_MESSAGE_BYTES", 2**20):
+    """Measure as little as possible."""
+    with patch.multiple(collect, ROUNDS=3, _TINY_MESSAGES=1, _MAX_CPU_MESSAGE_BYTES=2**18):
         yield
 
 
@@ -50,7 +48,7 @@ def use_existing_group(_: timedelta) -> Iterator[Group]:
 
 
 def run_doctor(ctx: RankContext, arguments: list[str], directory: Path) -> tuple[int, str]:
-    """The exit status of the command on this rank, and what it has printed."""
+    """Run the command; return its exit status and output on this rank."""
     file = directory / f"{ctx.world_size}-{ctx.rank}-{len(arguments)}"
     with (
         file.open("w") as out,
@@ -68,16 +66,22 @@ def test_healthy_job_reports_json(ctx: RankContext, tmp_path: Path) -> None:
     assert ctx.gather(status) == [0] * ctx.world_size
     assert (out == "") == (ctx.rank > 0)
     if ctx.rank == 0:
-        said = json.loads(out)
-        assert (said["healthy"], said["backend"], said["world_size"]) == (True, "gloo", ctx.world_size)
-        assert said["hosts"] == {socket.gethostname(): list(range(ctx.world_size))}
-        assert [it["verb"] for it in said["collectives"]] == COLLECTIVES
-        assert all(it["small"] > 0 and it["large"] > 0 and it["nbytes"] > 2**17 for it in said["collectives"])
-        assert [it["rank"] for it in said["ranks"]] == list(range(ctx.world_size))
-        assert said["ranks"][0]["link"] is None
-        assert all(abs(it["link"]["ahead"]) <= it["link"]["give_or_take"] for it in said["ranks"][1:])
-        assert all(it["trial"]["after"] < it["trial"]["before"] for it in said["ranks"])
-        assert {it["level"] for it in said["findings"]} <= {"note", "warning"}
+        report = json.loads(out)
+        assert (report["healthy"], report["backend"], report["world_size"]) == (True, "gloo", ctx.world_size)
+        assert report["hosts"] == {socket.gethostname(): list(range(ctx.world_size))}
+        assert [timing["collective"] for timing in report["collectives"]] == list(COLLECTIVES)
+        for timing in report["collectives"]:
+            for estimate in (timing["latency_s"], timing["duration_s"]):
+                assert 0 < estimate["low"] <= estimate["median"] <= estimate["high"]
+            assert timing["nbytes"] > 2**17
+        assert [info["rank"] for info in report["ranks"]] == list(range(ctx.world_size))
+        assert ["link" in info["samples"] for info in report["ranks"]] == [False] + [True] * (ctx.world_size - 1)
+        assert all(len(values) == 3 for info in report["ranks"] for values in info["samples"].values())
+        for info in report["ranks"][1:]:
+            offset, error = clock_offset(info["samples"])
+            assert abs(offset) <= error
+        assert all(info["trial"]["final_loss"] < info["trial"]["initial_loss"] for info in report["ranks"])
+        assert {finding["level"] for finding in report["findings"]} <= {"note", "warning"}
 
 
 @ranks(2)
@@ -87,21 +91,22 @@ def test_healthy_job_reports_text(ctx: RankContext, tmp_path: Path) -> None:
     assert status == 0
     if ctx.rank == 0:
         assert out.startswith("zeroshard doctor: healthy (0 errors, ")
-        assert all(f"\n  {verb}" in out for verb in COLLECTIVES)
+        assert all(f"\n  {name}" in out for name in COLLECTIVES)
         assert "\nadvice\n  optimizer = zeroshard.shard(model, " in out
 
 
 @ranks(3)
 def test_different_environment_variables_are_reported(ctx: RankContext, tmp_path: Path) -> None:
-    """Every rank names the one that is different, and whether that is bad."""
-    for name, level, expected in (("TORCH_SOMETHING", WARNING, 0), ("NCCL_ALGO", ERROR, 1)):
-        mine = {name: f"of rank {ctx.rank}"} if ctx.rank == 1 else {}
-        with shorten_measurements(), patch.dict(os.environ, mine):
-            report = make_report(collect.collect_job_info(Group(), "", lambda _: None))
-        (found,) = [it for it in report.findings if it.what == f"environment: {name}"]
-        assert (found.level, found.found) == (level, "rank 1: 'of rank 1'; ranks 0, 2: not set")
-        assert report.exit_status == expected
-        assert ctx.gather(report.findings) == [report.findings] * 3
+    """Every rank names the rank that differs, and how severe that is."""
+    names = {"TORCH_SOMETHING": "warning", "NCCL_ALGO": "error"}
+    override = dict.fromkeys(names, f"of rank {ctx.rank}") if ctx.rank == 1 else {}
+    with shorten_measurements(), patch.dict(os.environ, override):
+        report = make_report(collect.collect_job_info(Group(), "", lambda _: None))
+    for name, level in names.items():
+        (reported,) = [finding for finding in report.findings if finding.what == f"environment: {name}"]
+        assert (reported.level, reported.found) == (level, "rank 1: 'of rank 1'; ranks 0, 2: not set")
+    assert not report.is_healthy
+    assert ctx.gather(report.findings) == [report.findings] * 3
 
 
 @ranks(2)
@@ -115,35 +120,36 @@ def test_nccl_without_gpus_is_an_error(ctx: RankContext, tmp_path: Path) -> None
 
 @ranks(3)
 def test_diverged_trial_steps_are_an_error(ctx: RankContext, tmp_path: Path) -> None:
-    """One loses a bit of its result."""
-    real = collect.run_trial
+    """One rank ends with other parameters."""
+    trial_step = collect._trial_step
 
-    def spoiled(group: Group, device: torch.device) -> collect.TrialResult:
-        found = real(group, device)
-        return replace(found, digest="another") if ctx.rank == 1 else found
+    def step_and_change_a_bit(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> None:
+        trial_step(model, optimizer, inputs)
+        if isinstance(optimizer, zeroshard.ShardedOptimizer) and ctx.rank == 1:
+            next(model.parameters()).data.mul_(1 + 1e-15)
 
-    with shorten_measurements(), patch.object(collect, "run_trial", spoiled):
+    with shorten_measurements(), patch.object(collect, "_trial_step", step_and_change_a_bit):
         status, out = run_doctor(ctx, [], tmp_path)
     assert ctx.gather(status) == [1] * ctx.world_size
     if ctx.rank == 0:
-        assert "error: sharded steps: ranks ended with 2 different sets of parameters" in out
+        assert "error: sharded steps: rank 2: ReplicaMismatchError: " in out
 
 
 @ranks(1, 3)
 def test_failing_trial_step_is_reported_on_all_ranks(ctx: RankContext, tmp_path: Path) -> None:
-    """What fails on the last rank is known to all, and the report is made."""
+    """All ranks report the failure of the last rank."""
 
-    def refuse(*_: Any, **__: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise ValueError("not today")
 
-    last = ctx.rank == ctx.world_size - 1
-    with shorten_measurements(), patch.object(torch.optim, "AdamW", refuse if last else torch.optim.AdamW):
+    is_last = ctx.rank == ctx.world_size - 1
+    with shorten_measurements(), patch.object(torch.optim, "AdamW", fail if is_last else torch.optim.AdamW):
         status, out = run_doctor(ctx, ["--json"], tmp_path)
     assert ctx.gather(status) == [1] * ctx.world_size
     if ctx.rank == 0:
-        found = [it["found"] for it in json.loads(out)["findings"] if it["level"] == "error"]
-        assert len(found) == ctx.world_size
-        assert all("not today" in it for it in found)
+        errors = [finding["found"] for finding in json.loads(out)["findings"] if finding["level"] == "error"]
+        assert len(errors) == ctx.world_size
+        assert all("not today" in error for error in errors)
 
 
 @ranks(3)
@@ -151,23 +157,34 @@ def test_failure_on_one_rank_does_not_hang_the_others(ctx: RankContext) -> None:
     def fail(_: torch.device) -> Any:
         raise OSError("no such speed")
 
-    failing = ctx.rank == 1
-    expected = pytest.raises(OSError if failing else RankLostError, match="no such speed")
-    with shorten_measurements(), expected, patch.object(collect, "measure_speed", fail if failing else measure_speed):
+    is_failing = ctx.rank == 1
+    expected = pytest.raises(OSError if is_failing else RankLostError, match="no such speed")
+    measure_speed = fail if is_failing else collect.measure_speed
+    with shorten_measurements(), expected, patch.object(collect, "measure_speed", measure_speed):
         collect.collect_job_info(Group(), "", lambda _: None)
 
 
 @ranks(4)
 def test_bandwidth_within_and_between_hosts(ctx: RankContext) -> None:
     """As if two ranks ran on each of two hosts."""
-    place = {"LOCAL_RANK": str(ctx.rank % 2), "LOCAL_WORLD_SIZE": "2"}
-    with shorten_measurements(), patch.dict(os.environ, place):
-        found = collect.collect_job_info(Group(), "", lambda _: None)
-    assert ranks_by_node(found.rank_infos) == [[0, 1], [2, 3]]
-    for it in found.measurements:
-        assert it.rates is not None
-        assert it.rates.within > 0
-        assert it.rates.between > 0
+    torchrun_env = {"LOCAL_RANK": str(ctx.rank % 2), "LOCAL_WORLD_SIZE": "2"}
+    with shorten_measurements(), patch.dict(os.environ, torchrun_env):
+        job_info = collect.collect_job_info(Group(), "", lambda _: None)
+    assert ranks_by_node(job_info.ranks) == [[0, 1], [2, 3]]
+    for measurement in job_info.measurements:
+        assert min(measurement.samples["intra-node"]) > 0
+        assert min(measurement.samples["inter-node"]) > 0
+
+
+@ranks(3, 4)
+def test_bandwidth_of_nodes_is_not_measured_if_they_are_unequal(ctx: RankContext) -> None:
+    """As if there were two ranks on the first host and one on each other."""
+    node, size = divmod(ctx.rank, 2)[0], 2 if ctx.rank < 2 else 1
+    torchrun_env = {"LOCAL_RANK": str(ctx.rank if node == 0 else 0), "LOCAL_WORLD_SIZE": str(size)}
+    with shorten_measurements(), patch.dict(os.environ, torchrun_env):
+        report = make_report(collect.collect_job_info(Group(), "", lambda _: None))
+    assert all("intra-node" not in measured.samples for measured in report.job.measurements)
+    assert "ranks per node" in [finding.what for finding in report.findings]
 
 
 @ranks(1, 3)
@@ -176,41 +193,43 @@ def test_trial_has_no_side_effects(ctx: RankContext) -> None:
     before = torch.random.get_rng_state()
     found = collect.run_trial(Group(), torch.device("cpu"))
     assert torch.equal(torch.random.get_rng_state(), before)
-    assert found.difference < 1e-12
-    assert found.after < found.before
-    assert len(set(ctx.gather(found.digest))) == 1
+    assert found.max_difference < 1e-12
+    assert found.final_loss < found.initial_loss
 
 
 @ranks(1, 3)
 def test_data_group_with_another_backend(ctx: RankContext) -> None:
-    """As NCCL is, where there are GPUs: a group of its own, of the same ranks."""
-    words = Group()
-    assert with_backend(words, "gloo") is words
+    """A separate group of the same ranks, as for NCCL on GPUs."""
+    control_group = Group()
+    assert with_backend(control_group, "gloo") is control_group
     with patch.object(dist, "get_backend", lambda _: "another"):
-        data = with_backend(words, "gloo")
-    assert data.process_group is not words.process_group
-    assert (data.rank, data.size, data.timeout) == (words.rank, words.size, words.timeout)
-    with shorten_measurements():
-        timings = collect.CollectiveBenchmark(Comm(data), torch.device("cpu")).measure_timings(2**20)
-    assert [it.verb for it in timings] == COLLECTIVES
-    assert collect.run_trial(data, torch.device("cpu")).difference < 1e-12
+        data_group = with_backend(control_group, "gloo")
+    assert data_group.process_group is not control_group.process_group
+    assert (data_group.rank, data_group.size, data_group.timeout) == (
+        control_group.rank,
+        control_group.size,
+        control_group.timeout,
+    )
+    samples = collect.CollectiveBenchmark(Comm(data_group), torch.device("cpu"), 2**20).time_collectives()
+    assert samples.keys() >= set(COLLECTIVES)
+    assert collect.run_trial(data_group, torch.device("cpu")).max_difference < 1e-12
 
 
 @ranks(2)
 def test_trial_detects_wrong_steps(ctx: RankContext) -> None:
-    """Guard of the guard: the sharded one gets slightly other data."""
-    real = collect._trial_step
+    """Check the check: the sharded optimizer gets slightly different data."""
+    trial_step = collect._trial_step
 
-    def otherwise(model: nn.Module, optimizer: torch.optim.Optimizer, rows: torch.Tensor) -> None:
-        real(model, optimizer, rows * 1.001 if isinstance(optimizer, zeroshard.ShardedOptimizer) else rows)
+    def step_on_other_data(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> None:
+        trial_step(model, optimizer, inputs * 1.001 if isinstance(optimizer, zeroshard.ShardedOptimizer) else inputs)
 
-    with patch.object(collect, "_trial_step", otherwise):
-        assert collect.run_trial(Group(), torch.device("cpu")).difference > 1e-6
+    with patch.object(collect, "_trial_step", step_on_other_data):
+        assert collect.run_trial(Group(), torch.device("cpu")).max_difference > 1e-6
 
 
 @ranks(1, 2, 3)
 def test_recommended_code_runs(ctx: RankContext) -> None:
-    """What it says makes an optimizer that trains as the plain one does."""
+    """The recommended call makes an optimizer that trains like the plain one."""
     with shorten_measurements():
         advice = make_report(collect.collect_job_info(Group(), "", lambda _: None)).advice
     assert ctx.gather(advice) == [advice] * ctx.world_size
@@ -231,22 +250,20 @@ def test_recommended_code_runs(ctx: RankContext) -> None:
 
 @pytest.mark.timeout(180)
 def test_doctor_under_torchrun(tmp_path: Path) -> None:
-    said = json.loads(torchrun("-m", 2, tmp_path, "zeroshard", "doctor", "--json"))
-    assert (said["healthy"], said["world_size"]) == (True, 2)
-    assert [it["local_size"] for it in said["ranks"]] == [2, 2]
+    report = json.loads(torchrun("-m", 2, tmp_path, "zeroshard", "doctor", "--json"))
+    assert (report["healthy"], report["world_size"]) == (True, 2)
+    assert [info["local_size"] for info in report["ranks"]] == [2, 2]
 
 
 @pytest.mark.timeout(180)
 def test_missing_rank_times_out(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    rendezvous_env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-m", "zeroshard", "doctor", "--timeout", "2"]
-    env = {**os.environ, **GLOO_ENV, **place}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=150)
-    assert (done.returncode, done.stdout) == (1, "")
-    said = done.stderr.splitlines()[-1]
-    assert said.startswith(
+    env = {**os.environ, **GLOO_ENV, **rendezvous_env}
+    process = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=150)
+    assert (process.returncode, process.stdout) == (1, "")
+    message = process.stderr.splitlines()[-1]
+    assert message.startswith(
         "zeroshard doctor: not healthy: rank 0 of 2: the ranks did not all find each other within 2 s"
     )
 
@@ -256,13 +273,13 @@ def test_missing_rank_times_out(tmp_path: Path) -> None:
 def test_doctor_on_gpu(tmp_path: Path) -> None:
     """One rank measures NCCL; two cannot share a GPU."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    more = ["-m", "zeroshard", "doctor", "--json", "--backend", "nccl"]
+    options = ["-m", "zeroshard", "doctor", "--json", "--backend", "nccl"]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
-    for count in (1, 2):
-        words = [*command, str(count), *more]
-        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-        assert done.returncode == count - 1, done.stderr
-        said = json.loads(done.stdout)
-        assert said["backend"] == ("nccl" if count == 1 else "gloo")
-        assert said["ranks"][0]["gpu"]["name"] == torch.cuda.get_device_name(0)
-        assert said["ranks"][0]["trial"]["difference"] < 1e-9
+    for num_ranks in (1, 2):
+        args = [*command, str(num_ranks), *options]
+        process = subprocess.run(args, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        assert process.returncode == num_ranks - 1, process.stderr
+        report = json.loads(process.stdout)
+        assert report["backend"] == ("nccl" if num_ranks == 1 else "gloo")
+        assert report["ranks"][0]["gpu"]["name"] == torch.cuda.get_device_name(0)
+        assert report["ranks"][0]["trial"]["max_difference"] < 1e-9

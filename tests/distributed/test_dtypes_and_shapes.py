@@ -1,4 +1,4 @@
-"""Parameters of all kinds: dtypes, sizes, strides."""
+"""Parameters of all dtypes, sizes and strides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from tests.support import RankContext, ranks
-from tests.support.oracles import Twins, assert_same, set_grads
+from tests.support.oracles import ParityRun, assert_same, set_grads
 from zeroshard import ConfigError, ZeroConfig, ZeroRedundancyOptimizer
 
 MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
@@ -20,7 +20,7 @@ MIXED_DTYPES = ZeroConfig(allow_mixed_dtypes=True)
 
 
 def bucket_view_options(**options: Any) -> Iterable[dict[str, Any]]:
-    """With and without bucket view."""
+    """Return options with and without bucket view."""
     return ({"parameters_as_bucket_view": bucket_view, **options} for bucket_view in (False, True))
 
 
@@ -42,9 +42,9 @@ def test_all_dtypes_match_plain_optimizer(ctx: RankContext) -> None:
         model = partial(random_params, (3, 4), (5,), (), (2, 2, 2), (0,), dtype=dtype)
         for zero_only in bucket_view_options():
             for cls, options in OPTIMIZERS:
-                Twins(cls, model=model, zero_only=zero_only, **options).train(2)
+                ParityRun(cls, model=model, zero_only=zero_only, **options).train(2)
             if not dtype.is_complex:
-                Twins(optim.AdamW, model=model, zero_only=zero_only, eps=1e-3, fused=True).train(2)
+                ParityRun(optim.AdamW, model=model, zero_only=zero_only, eps=1e-3, fused=True).train(2)
 
 
 def make_mixed_dtype_params() -> nn.ParameterList:
@@ -59,14 +59,16 @@ def one_group_per_param(model: nn.Module) -> list[dict[str, Any]]:
 
 @ranks(1, 2, 3, 4)
 def test_mixed_dtypes_require_opt_in(ctx: RankContext) -> None:
-    for handed in (nn.Module.parameters, one_group_per_param):
+    for get_params in (nn.Module.parameters, one_group_per_param):
         with pytest.raises(
             ConfigError, match=r"parameter 0 is torch.float32, parameter 1 is torch.bfloat16.*allow_mixed_dtypes"
         ):
-            ZeroRedundancyOptimizer(handed(make_mixed_dtype_params()), optim.SGD, lr=0.1)
+            ZeroRedundancyOptimizer(get_params(make_mixed_dtype_params()), optim.SGD, lr=0.1)
         for zero_only in bucket_view_options(config=MIXED_DTYPES):
             for cls, options in OPTIMIZERS:
-                Twins(cls, model=make_mixed_dtype_params, handed=handed, zero_only=zero_only, **options).train(2)
+                ParityRun(
+                    cls, model=make_mixed_dtype_params, get_params=get_params, zero_only=zero_only, **options
+                ).train(2)
 
 
 def first_param(model: nn.Module) -> list[nn.Parameter]:
@@ -76,41 +78,53 @@ def first_param(model: nn.Module) -> list[nn.Parameter]:
 @ranks(1, 2, 3)
 def test_added_group_with_another_dtype(ctx: RankContext) -> None:
     for zero_only in bucket_view_options():
-        twins = Twins(optim.SGD, model=make_mixed_dtype_params, handed=first_param, zero_only=zero_only, **MOMENTUM)
-        twins.train(1)
-        _, other, *_ = twins.model.parameters()
+        parity = ParityRun(
+            optim.SGD, model=make_mixed_dtype_params, get_params=first_param, zero_only=zero_only, **MOMENTUM
+        )
+        parity.train(1)
+        _, other, *_ = parity.model.parameters()
         with pytest.raises(ConfigError, match=r"parameter 1 is torch.bfloat16"):
-            twins.zero.add_param_group({"params": other})
+            parity.zero.add_param_group({"params": other})
         assert other.dtype == torch.bfloat16
-        twins.train(1)
+        parity.train(1)
     for zero_only in bucket_view_options(config=MIXED_DTYPES):
-        twins = Twins(optim.SGD, model=make_mixed_dtype_params, handed=first_param, zero_only=zero_only, **MOMENTUM)
-        twins.train(1)
-        for model, optimizer in twins.sides:
+        parity = ParityRun(
+            optim.SGD, model=make_mixed_dtype_params, get_params=first_param, zero_only=zero_only, **MOMENTUM
+        )
+        parity.train(1)
+        for model, optimizer in parity.sides:
             optimizer.add_param_group({"params": list(model.parameters())[1:]})
-        twins.train(2)
+        parity.train(2)
 
 
 @ranks(1, 2, 3, 4)
 def test_empty_and_scalar_params(ctx: RankContext) -> None:
-    odd: list[list[tuple[int, ...]]] = [[(0,)], [(0,), (3, 0), (2,)], [()], [(), (), ()], [(1,)], [(3, 4)], [(0,), ()]]
-    for shapes in odd:
+    odd_shapes: list[list[tuple[int, ...]]] = [
+        [(0,)],
+        [(0,), (3, 0), (2,)],
+        [()],
+        [(), (), ()],
+        [(1,)],
+        [(3, 4)],
+        [(0,), ()],
+    ]
+    for shapes in odd_shapes:
         model = partial(random_params, *shapes)
         for zero_only in bucket_view_options():
-            Twins(optim.SGD, model=model, zero_only=zero_only, **MOMENTUM).train(2)
-            Twins(optim.AdamW, model=model, handed=one_group_per_param, zero_only=zero_only).train(2)
+            ParityRun(optim.SGD, model=model, zero_only=zero_only, **MOMENTUM).train(2)
+            ParityRun(optim.AdamW, model=model, get_params=one_group_per_param, zero_only=zero_only).train(2)
 
 
 @ranks(2, 3, 4)
 def test_large_params_are_broadcast_separately(ctx: RankContext) -> None:
-    """From a mebibyte on a parameter is a message of its own."""
+    """Parameters of at least 1 MiB are sent in separate messages."""
     model = partial(random_params, (520, 510), (7,), (512, 512), (5,))
     for zero_only in bucket_view_options():
-        Twins(optim.SGD, model=model, zero_only=zero_only, **MOMENTUM).train(2)
+        ParityRun(optim.SGD, model=model, zero_only=zero_only, **MOMENTUM).train(2)
 
 
 def make_strided_params() -> nn.ParameterList:
-    """Every way in which the elements of a parameter may lie in memory, small and large."""
+    """Make parameters with all kinds of strides, small and large."""
     torch.manual_seed(0)
     images = torch.randn(2, 3, 4, 5)
     layouts: list[Tensor] = [
@@ -134,17 +148,17 @@ def test_strides_are_preserved(ctx: RankContext) -> None:
     assert strides[1:4] == [(60, 1, 15, 3), (1, 6), (6, 2)]
     for zero_only in bucket_view_options():
         for cls, options in ((optim.SGD, MOMENTUM), (optim.AdamW, {"foreach": True})):
-            twins = Twins(cls, model=make_strided_params, zero_only=zero_only, **options)
-            assert [param.stride() for param in twins.model.parameters()] == strides
-            twins.train(2)
-            assert [param.stride() for param in twins.model.parameters()] == strides
+            parity = ParityRun(cls, model=make_strided_params, zero_only=zero_only, **options)
+            assert [param.stride() for param in parity.model.parameters()] == strides
+            parity.train(2)
+            assert [param.stride() for param in parity.model.parameters()] == strides
 
 
 @ranks(1, 2, 3, 4)
 def test_backward_into_channels_last_params(ctx: RankContext) -> None:
     """Real backward passes through a channels_last convolution."""
 
-    def model() -> nn.Sequential:
+    def make_conv_layers() -> nn.Sequential:
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.Conv2d(4, 2, 3, bias=False))
         for param in layers.parameters():
@@ -152,30 +166,30 @@ def test_backward_into_channels_last_params(ctx: RankContext) -> None:
         return layers
 
     for zero_only in bucket_view_options():
-        twins = Twins(optim.SGD, model=model, zero_only=zero_only, **MOMENTUM)
+        parity = ParityRun(optim.SGD, model=make_conv_layers, zero_only=zero_only, **MOMENTUM)
         for step in range(2):
             images = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(step))
             grads = []
-            for module, optimizer in twins.sides:
+            for model, optimizer in parity.sides:
                 optimizer.zero_grad()
-                torch.autograd.backward(module(images.contiguous(memory_format=torch.channels_last)).square().mean())
+                torch.autograd.backward(model(images.contiguous(memory_format=torch.channels_last)).square().mean())
                 optimizer.step()
-                grads.append([param.grad for param in module.parameters()])
-            twins.check()
+                grads.append([param.grad for param in model.parameters()])
+            parity.check()
             assert_same(grads[0], grads[1])
 
 
 def make_interleaved_params() -> nn.ParameterList:
-    """The even and the odd columns of one matrix."""
+    """Make two parameters from the even and the odd columns of one matrix."""
     torch.manual_seed(0)
-    whole = torch.randn(4, 6)
-    return nn.ParameterList([nn.Parameter(whole[:, ::2]), nn.Parameter(whole[:, 1::2])])
+    matrix = torch.randn(4, 6)
+    return nn.ParameterList([nn.Parameter(matrix[:, ::2]), nn.Parameter(matrix[:, 1::2])])
 
 
 @ranks(1, 2, 3)
 def test_params_interleaved_in_memory(ctx: RankContext) -> None:
     for zero_only in bucket_view_options():
-        Twins(optim.SGD, model=make_interleaved_params, zero_only=zero_only, **MOMENTUM).train(2)
+        ParityRun(optim.SGD, model=make_interleaved_params, zero_only=zero_only, **MOMENTUM).train(2)
 
 
 @ranks(1, 2)
@@ -202,7 +216,7 @@ def make_expanded_param() -> Tensor:
 @ranks(1, 2)
 def test_sparse_and_expanded_params_are_rejected(ctx: RankContext) -> None:
     cases: list[tuple[Callable[[], Tensor], str]] = [
-        (make_sparse_param, "parameter 1 has the layout torch.sparse_coo"),
+        (make_sparse_param, "parameter 1 has layout torch.sparse_coo"),
         (make_expanded_param, "parameter 1 has elements that share memory"),
     ]
     for make, reason in cases:
@@ -213,3 +227,10 @@ def test_sparse_and_expanded_params_are_rejected(ctx: RankContext) -> None:
             zero.add_param_group({"params": [make()]})
         set_grads(zero.param_groups[0]["params"], 0)
         zero.step()
+
+
+@ranks(2)
+def test_params_without_values_are_rejected(ctx: RankContext) -> None:
+    model = nn.Linear(2, 2, device="meta")
+    with pytest.raises(ConfigError, match=r"parameter 0 is on the meta device.*to_empty"):
+        ZeroRedundancyOptimizer(model.parameters(), optim.SGD, lr=0.1)

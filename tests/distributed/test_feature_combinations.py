@@ -1,4 +1,4 @@
-"""Rules, rows of ranks, state elsewhere, master weights and late parameters, all at once: the same numbers."""
+"""Rules, shard groups, CPU offload, master weights and overlapped parameter all-gathers combined: the same numbers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def all_configs() -> Iterator[ZeroConfig]:
 
 
 def shard_group_options(ctx: RankContext) -> list[dict[str, Any]]:
-    return [{"shard_group_size": number} for number in range(1, ctx.world_size + 1) if ctx.world_size % number == 0]
+    return [{"shard_group_size": size} for size in range(1, ctx.world_size + 1) if ctx.world_size % size == 0]
 
 
 def make_net(dtype: torch.dtype) -> nn.Sequential:
@@ -51,14 +51,14 @@ def make_net(dtype: torch.dtype) -> nn.Sequential:
 
 
 class ShardedRun:
-    def __init__(self, config: ZeroConfig, **where: Any) -> None:
+    def __init__(self, config: ZeroConfig, **group_options: Any) -> None:
         dtype = torch.bfloat16 if config.master_dtype else torch.float32
         self.model, self.steps = make_net(dtype), 0
-        self.optimizer: ShardedOptimizer = shard(self.model, RULES, config=config, **where)
+        self.optimizer: ShardedOptimizer = shard(self.model, RULES, config=config, **group_options)
 
     def train(self, steps: int) -> None:
-        """Two passes a step, the first without messages. All ranks have equal gradients: sums of these are exact in
-        any order, on a number of ranks that is a power of two."""
+        """Run two passes per step, the first without communication. All ranks have equal gradients, whose sums are
+        exact in any order if the number of ranks is a power of two."""
         for _ in range(steps):
             with self.optimizer.no_sync():
                 self._backward(0)
@@ -78,35 +78,42 @@ class ShardedRun:
         return [param.detach().clone() for param in self.model.parameters()]
 
 
-def train_plain(steps: int) -> list[torch.Tensor]:
-    """The two plain optimizers, on one rank's gradients."""
-    model = make_net(torch.float32)
-    chosen = [name for name, param in model.named_parameters() if param.dim() == 2 and not name.startswith("0.")]
-    named = dict(model.named_parameters())
-    pair = [
-        optim.Muon([named[name] for name in chosen], lr=0.02),
-        optim.AdamW([it for name, it in named.items() if name not in chosen], lr=0.01, weight_decay=0.1),
+def train_plain(steps: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Train float32 copies of the parameters with two plain optimizers, on the gradients of one rank."""
+    model = make_net(dtype)
+    masters = {
+        name: nn.Parameter(param.detach().to(torch.float32, copy=True)) for name, param in model.named_parameters()
+    }
+    is_muon = {name: param.dim() == 2 and not name.startswith("0.") for name, param in masters.items()}
+    optimizers = [
+        optim.Muon([master for name, master in masters.items() if is_muon[name]], lr=0.02),
+        optim.AdamW([master for name, master in masters.items() if not is_muon[name]], lr=0.01, weight_decay=0.1),
     ]
     run = ShardedRun.__new__(ShardedRun)
     run.model, run.steps = model, 0
     for _ in range(steps):
         run._backward(0)
         run._backward(1)
-        for it in pair:
-            it.step()
-            it.zero_grad()
+        for name, param in model.named_parameters():
+            masters[name].grad = None if param.grad is None else param.grad.float()
+        for optimizer in optimizers:
+            optimizer.step()
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(masters[name])
+        model.zero_grad()
         run.steps += 1
     return [param.detach() for param in model.parameters()]
 
 
 @ranks(1, 2, 4)
 def test_all_feature_combinations_match_plain_optimizers(ctx: RankContext) -> None:
-    expected = {None: train_plain(5)}
+    expected = {None: train_plain(5, torch.float32), torch.float32: train_plain(5, torch.bfloat16)}  # by master_dtype
     with force_offload("cpu"):
-        for where, config in product(shard_group_options(ctx), all_configs()):
-            run = ShardedRun(config, **where)
+        for group_options, config in product(shard_group_options(ctx), all_configs()):
+            run = ShardedRun(config, **group_options)
             run.train(5)
-            assert_same(run.values, expected.setdefault(config.master_dtype, run.values), f"{where} {config}")
+            assert_same(run.values, expected[config.master_dtype], f"{group_options} {config}")
 
 
 @ranks(2, 4)
@@ -115,17 +122,17 @@ def test_feature_combinations_load_each_others_checkpoints(
     ctx: RankContext, masters: torch.dtype | None, tmp_path: Path
 ) -> None:
     config = replace(BASE_CONFIG, master_dtype=masters)
-    straight = ShardedRun(config)
-    straight.train(5)
+    uninterrupted = ShardedRun(config)
+    uninterrupted.train(5)
     with force_offload("cpu"):
-        places = shard_group_options(ctx)
-        for number, where in enumerate(places):
-            first = ShardedRun(replace(config, offload=CPUOffload()), **where)
+        option_sets = shard_group_options(ctx)
+        for number, group_options in enumerate(option_sets):
+            first = ShardedRun(replace(config, offload=CPUOffload()), **group_options)
             first.train(3)
             checkpoint.save(tmp_path / str(number), step=3, model=first.model, optimizer=first.optimizer)
-            second = ShardedRun(replace(config, overlap_param_gather=True), **places[number - 1])
+            second = ShardedRun(replace(config, overlap_param_gather=True), **option_sets[number - 1])
             second.train(1)
             checkpoint.load(tmp_path / str(number), model=second.model, optimizer=second.optimizer)
             second.steps = 3
             second.train(2)
-            assert_same(second.values, straight.values, f"{where} to {places[number - 1]}")
+            assert_same(second.values, uninterrupted.values, f"{group_options} to {option_sets[number - 1]}")

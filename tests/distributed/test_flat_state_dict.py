@@ -1,4 +1,4 @@
-"""State of parameters that are cut: whole in the dict of the unsharded optimizer, and back, at any world size."""
+"""State of split parameters: full in the state dict of the unsharded optimizer, and back, at any world size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.distributed.test_flat_parity import (
     random_params,
 )
 from tests.support import RankContext, ranks
-from tests.support.oracles import Twins, assert_same, set_grads
+from tests.support.oracles import ParityRun, assert_same, set_grads
 from zeroshard import (
     CheckpointError,
     RankFailedError,
@@ -35,22 +35,22 @@ SHAPES: list[tuple[int, ...]] = [(7, 5), (11,), (), (2, 3, 2), (1, 9), (19,)]
 make_model = partial(random_params, *SHAPES)
 
 
-def make_trained_twins(make: Callable[..., Twins], steps: int = 2, **more: Any) -> Twins:
-    twins = make(**more)
-    twins.train(steps)
-    return twins
+def make_trained_run(make: Callable[..., ParityRun], steps: int = 2, **options: Any) -> ParityRun:
+    parity = make(**options)
+    parity.train(steps)
+    return parity
 
 
-def assert_full_state_matches(twins: Twins, to: int = 0) -> None:
-    found = twins.zero.full_state_dict(to=to)
-    assert (found is not None) == (twins.zero.rank == to)
+def assert_full_state_matches(parity: ParityRun, to: int = 0) -> None:
+    found = parity.zero.full_state_dict(to=to)
+    assert (found is not None) == (parity.zero.rank == to)
     if found is not None:
-        assert_same(found, twins.plain.state_dict(), "the state dict")
+        assert_same(found, parity.plain.state_dict(), "the state dict")
 
 
-def resume(make: Callable[..., Twins], before: Twins, saved: StateDict, **more: Any) -> Twins:
-    """A new sharded optimizer that goes on from `saved`, beside the plain one that was never interrupted."""
-    after = make(**more)
+def resume(make: Callable[..., ParityRun], before: ParityRun, saved: StateDict, **options: Any) -> ParityRun:
+    """Resume a new sharded optimizer from `saved`, beside the plain one that was never interrupted."""
+    after = make(**options)
     after.model.load_state_dict(before.plain_model.state_dict())
     after.plain_model, after.plain = copy.deepcopy((before.plain_model, before.plain))
     after.steps = before.steps
@@ -58,106 +58,111 @@ def resume(make: Callable[..., Twins], before: Twins, saved: StateDict, **more: 
     return after
 
 
-CASES: list[Callable[..., Twins]] = [
-    partial(Twins, optim.AdamW, model=make_model, lr=0.05, amsgrad=True),
-    partial(Twins, optim.SGD, model=make_model, lr=0.05, momentum=0.9, handed=make_param_groups),
-    partial(Twins, optim.Adagrad, model=make_model, lr=0.05, handed=nn.Module.named_parameters),
-    partial(Twins, optim.NAdam, model=make_model, lr=torch.tensor(0.05)),
-    partial(Twins, optim.ASGD, model=make_model, lr=0.05),
-    partial(Twins, optim.AdamW, model=make_strided_params, lr=0.05, handed=nn.Module.named_parameters),
+CASES: list[Callable[..., ParityRun]] = [
+    partial(ParityRun, optim.AdamW, model=make_model, lr=0.05, amsgrad=True),
+    partial(ParityRun, optim.SGD, model=make_model, lr=0.05, momentum=0.9, get_params=make_param_groups),
+    partial(ParityRun, optim.Adagrad, model=make_model, lr=0.05, get_params=nn.Module.named_parameters),
+    partial(ParityRun, optim.NAdam, model=make_model, lr=torch.tensor(0.05)),
+    partial(ParityRun, optim.ASGD, model=make_model, lr=0.05),
+    partial(ParityRun, optim.AdamW, model=make_strided_params, lr=0.05, get_params=nn.Module.named_parameters),
 ]
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
 @ranks(1, 2, 3, 4)
 def test_full_state_dict_equals_unsharded(ctx: RankContext, number: int) -> None:
-    twins = CASES[number](zero_only=flat_options(100 if number % 2 else 1 << 20))
-    assert_full_state_matches(twins)
+    parity = CASES[number](zero_only=flat_options(100 if number % 2 else 1 << 20))
+    assert_full_state_matches(parity)
     for steps in (1, 2):
-        twins.train(steps)
-        assert_full_state_matches(twins, to=ctx.world_size - 1)
+        parity.train(steps)
+        assert_full_state_matches(parity, to=ctx.world_size - 1)
 
 
 @ranks(1, 2, 3)
 def test_full_state_dict_with_mixed_dtypes(ctx: RankContext) -> None:
-    twins = make_trained_twins(
-        partial(Twins, optim.AdamW, model=make_mixed_dtype_params, zero_only=flat_options(20, allow_mixed_dtypes=True))
+    parity = make_trained_run(
+        partial(
+            ParityRun, optim.AdamW, model=make_mixed_dtype_params, zero_only=flat_options(20, allow_mixed_dtypes=True)
+        )
     )
-    assert_full_state_matches(twins)
-    saved = copy.deepcopy(twins.plain.state_dict())
-    twins.zero.load_state_dict(saved)
-    assert_full_state_matches(twins)
-    twins.train(3)
+    assert_full_state_matches(parity)
+    saved = copy.deepcopy(parity.plain.state_dict())
+    parity.zero.load_state_dict(saved)
+    assert_full_state_matches(parity)
+    parity.train(3)
 
 
 @pytest.mark.parametrize("shapes", [[(0,)], [(0,), (3, 0), (2,)], [()], [(), ()], [(1,)], [(1,), (1, 1)]], ids=str)
 @ranks(1, 3)
 def test_full_state_dict_of_scalar_and_empty_params(ctx: RankContext, shapes: list[tuple[int, ...]]) -> None:
-    make = partial(Twins, optim.AdamW, model=partial(random_params, *shapes), zero_only=flat_options())
-    twins = make_trained_twins(make)
-    assert_full_state_matches(twins)
-    resumed = resume(make, twins, twins.plain.state_dict())
+    make = partial(ParityRun, optim.AdamW, model=partial(random_params, *shapes), zero_only=flat_options())
+    parity = make_trained_run(make)
+    assert_full_state_matches(parity)
+    resumed = resume(make, parity, parity.plain.state_dict())
     assert_full_state_matches(resumed)
     resumed.train(2)
 
 
 @ranks(1, 2, 3)
 def test_consolidated_state_dict_exists_on_the_target_rank_only(ctx: RankContext) -> None:
-    twins = make_trained_twins(CASES[0], zero_only=flat_options())
+    parity = make_trained_run(CASES[0], zero_only=flat_options())
     last = ctx.world_size - 1
     with pytest.raises(RuntimeError, match="consolidate_state_dict"):
-        twins.zero.state_dict()
-    twins.zero.consolidate_state_dict(to=last)
+        parity.zero.state_dict()
+    parity.zero.consolidate_state_dict(to=last)
     if ctx.rank == last:
-        kept = twins.zero.state_dict()
-        assert_same(kept, twins.plain.state_dict())
-        expected = copy.deepcopy(kept)
+        consolidated = parity.zero.state_dict()
+        assert_same(consolidated, parity.plain.state_dict())
+        expected = copy.deepcopy(consolidated)
     else:
         with pytest.raises(RuntimeError, match="consolidate_state_dict"):
-            twins.zero.state_dict()
-    twins.train(1)
+            parity.zero.state_dict()
+    parity.train(1)
     if ctx.rank == last:
-        assert_same(kept, expected)
-        with pytest.warns(UserWarning, match="of 1 steps ago"):
-            assert_same(twins.zero.state_dict(), expected)
+        assert_same(consolidated, expected)
+        with pytest.warns(UserWarning, match="of 1 step ago"):
+            assert_same(parity.zero.state_dict(), expected)
 
 
 @ranks(1, 2, 3, 4)
 def test_param_state_is_the_shard_of_this_rank(ctx: RankContext) -> None:
-    twins = make_trained_twins(CASES[0], zero_only=flat_options())
-    state, layout = twins.zero.state, twins.zero.layout
-    for index, (ours, theirs) in enumerate(zip(twins.model.parameters(), twins.plain_model.parameters(), strict=True)):
-        mine = [piece for piece in layout.param_shards(index) if piece.owner == ctx.rank]
-        assert (ours in state) == bool(mine)
-        for piece in mine:
-            expected = twins.plain.state[theirs]
+    parity = make_trained_run(CASES[0], zero_only=flat_options())
+    state, layout = parity.zero.state, parity.zero.layout
+    for index, (ours, theirs) in enumerate(
+        zip(parity.model.parameters(), parity.plain_model.parameters(), strict=True)
+    ):
+        local_shards = [param_shard for param_shard in layout.param_shards(index) if param_shard.owner == ctx.rank]
+        assert (ours in state) == bool(local_shards)
+        for param_shard in local_shards:
+            expected = parity.plain.state[theirs]
             assert state[ours]["step"] == expected["step"]
             for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
-                assert_same(state[ours][key], expected[key].view(-1)[slice(*piece.in_param)], key)
+                assert_same(state[ours][key], expected[key].view(-1)[slice(*param_shard.in_param)], key)
 
 
 @ranks(1, 2, 3)
 def test_writes_to_param_state_take_effect(ctx: RankContext) -> None:
-    """Views, not copies."""
-    twins = make_trained_twins(CASES[0], zero_only=flat_options())
-    for state in (twins.zero.state, twins.plain.state):
+    """State values are views, not copies."""
+    parity = make_trained_run(CASES[0], zero_only=flat_options())
+    for state in (parity.zero.state, parity.plain.state):
         for values in state.values():
             values["exp_avg"].mul_(0.5)
-    twins.train(2)
-    assert_full_state_matches(twins)
+    parity.train(2)
+    assert_full_state_matches(parity)
 
 
 # ---- loading
 
 
-@pytest.mark.parametrize("number", range(len(CASES) - 1))  # a deep copy of the last one's model closes its gaps
+# Not the last case: deepcopy makes its strided parameters dense.
+@pytest.mark.parametrize("number", range(len(CASES) - 1))
 @ranks(1, 2, 3, 4)
 def test_resumes_bitwise_from_a_plain_state_dict(ctx: RankContext, number: int) -> None:
-    before = make_trained_twins(CASES[number], zero_only=flat_options())
+    before = make_trained_run(CASES[number], zero_only=flat_options())
     saved = before.plain.state_dict()
-    kept = copy.deepcopy(saved)
+    expected = copy.deepcopy(saved)
     after = resume(CASES[number], before, saved, zero_only=flat_options(1 << 20 if number % 2 else 100))
-    assert_same(saved, kept)
+    assert_same(saved, expected)
     assert_full_state_matches(after)
     after.train(5)
 
@@ -166,13 +171,15 @@ def test_resumes_bitwise_from_a_plain_state_dict(ctx: RankContext, number: int) 
 def test_resumes_at_any_world_size(ctx: RankContext) -> None:
     make = partial(CASES[0], zero_only=flat_options())
     groups = {size: dist.new_group(list(range(size))) for size in (1, 3, 4)}
-    mine = {size: {"process_group": group, **flat_options(100)} for size, group in groups.items() if ctx.rank < size}
-    before = {size: make_trained_twins(make, zero_only=options) for size, options in mine.items()}
-    made = {size: twins.zero.full_state_dict() for size, twins in before.items()}
-    saved: dict[int, StateDict] = broadcast_object(made, 0)
-    for size, options in mine.items():
-        for origin in groups:
-            resume(make, before[size], saved[origin], zero_only=options).train(5)
+    options_by_size = {
+        size: {"process_group": group, **flat_options(100)} for size, group in groups.items() if ctx.rank < size
+    }
+    before = {size: make_trained_run(make, zero_only=options) for size, options in options_by_size.items()}
+    state_by_size = {size: parity.zero.full_state_dict() for size, parity in before.items()}
+    saved: dict[int, StateDict] = broadcast_object(state_by_size, 0)
+    for size, options in options_by_size.items():
+        for saved_size in groups:
+            resume(make, before[size], saved[saved_size], zero_only=options).train(5)
 
 
 @ranks(1, 2, 3)
@@ -180,7 +187,7 @@ def test_resumes_between_whole_params_and_flat_shards(ctx: RankContext) -> None:
     whole = {"config": ZeroConfig(partition=WholeParams())}
     for make in CASES[:2]:
         for first, second in ((whole, flat_options()), (flat_options(), whole)):
-            before = make_trained_twins(make, zero_only=first)
+            before = make_trained_run(make, zero_only=first)
             saved: StateDict = broadcast_object(before.zero.full_state_dict(), 0)
             resume(make, before, saved, zero_only=second).train(5)
 
@@ -202,65 +209,65 @@ def test_load_preserves_different_step_counts(ctx: RankContext) -> None:
 
 @ranks(1, 2, 3)
 def test_load_merges_split_flat_params(ctx: RankContext) -> None:
-    twins = make_trained_twins(CASES[0], zero_only=flat_options(1 << 20))
-    set_grads(twins.model.parameters(), 2)
-    list(twins.model.parameters())[3].grad = None
-    twins.zero.step()
-    twins.model.load_state_dict(twins.plain_model.state_dict())
-    twins.zero.load_state_dict(twins.plain.state_dict())
-    (group,) = twins.zero.optim.param_groups
+    parity = make_trained_run(CASES[0], zero_only=flat_options(1 << 20))
+    set_grads(parity.model.parameters(), 2)
+    list(parity.model.parameters())[3].grad = None
+    parity.zero.step()
+    parity.model.load_state_dict(parity.plain_model.state_dict())
+    parity.zero.load_state_dict(parity.plain.state_dict())
+    (group,) = parity.zero.optim.param_groups
     assert len(group["params"]) == 1
-    twins.train(2)
+    parity.train(2)
 
 
 @ranks(1, 2, 3)
 def test_load_drops_state_missing_from_the_dict(ctx: RankContext) -> None:
-    twins = make_trained_twins(CASES[0], zero_only=flat_options(1 << 20))
-    for lacking in ([0, 3], range(6)):
-        saved = copy.deepcopy(twins.plain.state_dict())
-        for index in lacking:
+    parity = make_trained_run(CASES[0], zero_only=flat_options(1 << 20))
+    for missing in ([0, 3], range(6)):
+        saved = copy.deepcopy(parity.plain.state_dict())
+        for index in missing:
             saved["state"].pop(index, None)
-        twins.plain.load_state_dict(copy.deepcopy(saved))
-        twins.zero.load_state_dict(saved)
-        assert_full_state_matches(twins)
-    twins.train(3)
+        parity.plain.load_state_dict(copy.deepcopy(saved))
+        parity.zero.load_state_dict(saved)
+        assert_full_state_matches(parity)
+    parity.train(3)
 
 
 def invalid_state_dicts(saved: StateDict) -> Iterator[tuple[str, StateDict]]:
-    def but(index: int, **changed: Any) -> StateDict:
+    def with_changes(index: int, **changes: Any) -> StateDict:
         result = copy.deepcopy(saved)
-        result["state"][index].update(changed)
+        result["state"][index].update(changes)
         return result
 
-    yield "'exp_avg' of parameter 0 has shape", but(0, exp_avg=torch.ones(5, 7))
-    yield "'exp_avg_sq' of parameter 5 has shape", but(5, exp_avg_sq=torch.ones(3))
+    yield "'exp_avg' of parameter 0 does not match", with_changes(0, exp_avg=torch.ones(5, 7))
+    yield "'exp_avg_sq' of parameter 5 does not match", with_changes(5, exp_avg_sq=torch.ones(3))
     yield "different number of parameter groups", {**copy.deepcopy(saved), "param_groups": []}
 
 
 @ranks(1, 2, 3)
 def test_invalid_state_dict_is_rejected_on_all_ranks(ctx: RankContext) -> None:
-    twins = make_trained_twins(CASES[0], zero_only=flat_options())
-    other = make_trained_twins(CASES[0], 3, zero_only=flat_options()).plain.state_dict()
-    for message, wrong in invalid_state_dicts(other):
+    parity = make_trained_run(CASES[0], zero_only=flat_options())
+    other = make_trained_run(CASES[0], 3, zero_only=flat_options()).plain.state_dict()
+    for message, invalid in invalid_state_dicts(other):
         with pytest.raises(CheckpointError, match=message):
-            twins.zero.load_state_dict(wrong)
+            parity.zero.load_state_dict(invalid)
         for culprit in range(ctx.world_size):
-            mine = ctx.rank == culprit
-            with pytest.raises(CheckpointError if mine else RankFailedError, match=message):
-                twins.zero.load_state_dict(wrong if mine else other)
-        assert_full_state_matches(twins)
-        twins.train(1)
+            is_culprit = ctx.rank == culprit
+            with pytest.raises(CheckpointError if is_culprit else RankFailedError, match=message):
+                parity.zero.load_state_dict(invalid if is_culprit else other)
+        assert_full_state_matches(parity)
+        parity.train(1)
     if ctx.world_size > 1:
-        faster = copy.deepcopy(other)
-        faster["param_groups"][0]["lr"] = 9.0
+        other_lr = copy.deepcopy(other)
+        other_lr["param_groups"][0]["lr"] = 9.0
         with pytest.raises(RankMismatchError, match=r"load_state_dict.*lr=9\.0"):
-            twins.zero.load_state_dict(faster if ctx.rank else other)
-    assert_full_state_matches(twins)
-    twins.train(1)
+            parity.zero.load_state_dict(other_lr if ctx.rank else other)
+    assert_full_state_matches(parity)
+    parity.train(1)
 
 
 class FailsInSetState(optim.AdamW):
-    """Refuses state when told so, after it has taken it over."""
+    """Fails after it has set the state, if `should_fail` is set."""
 
     should_fail = False
 
@@ -272,52 +279,54 @@ class FailsInSetState(optim.AdamW):
 
 @ranks(1, 2, 3)
 def test_failed_load_on_one_rank_is_rolled_back_on_all(ctx: RankContext) -> None:
-    make = partial(Twins, FailsInSetState, model=make_model, zero_only=flat_options(1 << 20))
-    twins, other = make_trained_twins(make), make_trained_twins(make, 3).plain.state_dict()
+    make = partial(ParityRun, FailsInSetState, model=make_model, zero_only=flat_options(1 << 20))
+    parity, other = make_trained_run(make), make_trained_run(make, 3).plain.state_dict()
     for culprit in range(ctx.world_size):
-        inner = twins.zero.optim
+        inner = parity.zero.optim
         assert isinstance(inner, FailsInSetState)
         inner.should_fail = ctx.rank == culprit
         with pytest.raises(LookupError if inner.should_fail else RankFailedError, match="not to my taste"):
-            twins.zero.load_state_dict(other)
+            parity.zero.load_state_dict(other)
         inner.should_fail = False
-        assert_full_state_matches(twins)
-        twins.train(1)
+        assert_full_state_matches(parity)
+        parity.train(1)
 
 
-# ---- groups that are added
+# ---- added groups
 
 
 @ranks(1, 2, 3, 4)
 def test_add_param_group_during_training(ctx: RankContext) -> None:
-    def some(module: nn.Module) -> list[nn.Parameter]:
+    def first_three(module: nn.Module) -> list[nn.Parameter]:
         return list(module.parameters())[:3]
 
     for bucket_bytes in (100, 1 << 20):
-        twins = Twins(optim.AdamW, model=make_model, handed=some, zero_only=flat_options(bucket_bytes), lr=0.1)
-        twins.train(2)
-        before = twins.zero.layout
-        for module, optimizer in twins.sides:
-            rest = list(module.parameters())[3:]
-            optimizer.add_param_group({"params": rest[:2], "lr": 0.3})
-            optimizer.add_param_group({"params": rest[2:], "weight_decay": 0.5})
-        assert twins.zero.layout.buckets[: len(before.buckets)] == before.buckets
-        twins.train(2)
-        assert_full_state_matches(twins)
-        twins.zero.load_state_dict(twins.plain.state_dict())
-        twins.train(2)
+        parity = ParityRun(
+            optim.AdamW, model=make_model, get_params=first_three, zero_only=flat_options(bucket_bytes), lr=0.1
+        )
+        parity.train(2)
+        before = parity.zero.layout
+        for module, optimizer in parity.sides:
+            others = list(module.parameters())[3:]
+            optimizer.add_param_group({"params": others[:2], "lr": 0.3})
+            optimizer.add_param_group({"params": others[2:], "weight_decay": 0.5})
+        assert parity.zero.layout.buckets[: len(before.buckets)] == before.buckets
+        parity.train(2)
+        assert_full_state_matches(parity)
+        parity.zero.load_state_dict(parity.plain.state_dict())
+        parity.train(2)
 
 
 @ranks(2, 3)
 def test_failed_add_param_group_changes_nothing(ctx: RankContext) -> None:
-    twins = make_trained_twins(CASES[0], zero_only=flat_options())
-    layout = twins.zero.layout
+    parity = make_trained_run(CASES[0], zero_only=flat_options())
+    layout = parity.zero.layout
     fresh = random_params((4, 4), (3,))
     with pytest.raises(ValueError, match="dtype"):
-        twins.zero.add_param_group({"params": [nn.Parameter(torch.ones(2).double())]})
+        parity.zero.add_param_group({"params": [nn.Parameter(torch.ones(2).double())]})
     with pytest.raises(ValueError if ctx.rank else RankFailedError, match="more than one"):
-        twins.zero.add_param_group({"params": list((twins.model if ctx.rank else fresh).parameters())})
-    assert twins.zero.layout == layout
-    assert len(twins.zero.param_groups) == len(twins.zero.optim.param_groups) == 1
-    twins.train(1)
-    assert_full_state_matches(twins)
+        parity.zero.add_param_group({"params": list((parity.model if ctx.rank else fresh).parameters())})
+    assert parity.zero.layout == layout
+    assert len(parity.zero.param_groups) == len(parity.zero.optim.param_groups) == 1
+    parity.train(1)
+    assert_full_state_matches(parity)

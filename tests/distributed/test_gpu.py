@@ -1,4 +1,4 @@
-"""On a GPU: NCCL with one rank, gloo with CUDA tensors for several. Skipped where there is none."""
+"""Tests on a GPU: NCCL with one rank, gloo with CUDA tensors for several ranks. Skipped without a GPU."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from tests.support import RankContext, ranks
 from tests.support.checkpoints import save
-from tests.support.oracles import Twins, all_equal, assert_same, small_model
+from tests.support.oracles import ParityRun, all_equal, assert_same, small_model
 from zeroshard import (
     FlatShards,
     GradScaler,
@@ -44,32 +44,34 @@ def make_cuda_model() -> nn.Module:
 @pytest.mark.parametrize("bucket_view", [False, True])
 def test_parity_before_and_after_load(ctx: RankContext, bucket_view: bool) -> None:
     for factory, options in CASES:
-        twins = Twins(factory, model=make_cuda_model, zero_only={"parameters_as_bucket_view": bucket_view}, **options)
-        twins.train(3)
-        state = twins.zero.full_state_dict()
+        parity = ParityRun(
+            factory, model=make_cuda_model, zero_only={"parameters_as_bucket_view": bucket_view}, **options
+        )
+        parity.train(3)
+        state = parity.zero.full_state_dict()
         if state is not None:
-            assert_same(state["state"], _on_cpu(twins.plain.state_dict()["state"]))
-        twins.zero.load_state_dict(twins.plain.state_dict())
-        twins.train(3)
+            assert_same(state["state"], _on_cpu(parity.plain.state_dict()["state"]))
+        parity.zero.load_state_dict(parity.plain.state_dict())
+        parity.train(3)
 
 
 @ranks(1)
 @pytest.mark.parametrize("bucket_view", [False, True])
 def test_drop_in_over_nccl_does_not_sync_with_host(ctx: RankContext, bucket_view: bool) -> None:
     torch.cuda.set_device(0)
-    # A group that carries no CPU tensors: its control channel must come from elsewhere.
+    # This group does not support CPU tensors: control messages need another group.
     nccl = dist.new_group([0], backend="nccl")
     zero_only = {"process_group": nccl, "parameters_as_bucket_view": bucket_view}
     for factory, options in CASES:
-        twins = Twins(factory, model=make_cuda_model, zero_only=zero_only, **options)
-        twins.train(2)
+        parity = ParityRun(factory, model=make_cuda_model, zero_only=zero_only, **options)
+        parity.train(2)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            twins.zero.step()
-            twins.plain.step()
+            parity.zero.step()
+            parity.plain.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        twins.check()
+        parity.check()
 
 
 @ranks(1, 2)
@@ -141,20 +143,20 @@ def test_shard_equals_ddp(ctx: RankContext, config: ZeroConfig) -> None:
 
 @ranks(2)
 def test_step_broadcasts_buffers_of_rank_0(ctx: RankContext) -> None:
-    """Statistics and counts, also for whoever evaluates alone."""
+    """All ranks get rank 0's batch-norm statistics and counts, even if a rank evaluates by itself."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 1)).cuda()
     zero = shard(model, AdamW, lr=0.01)
     for step in range(2):
         model(torch.randn(5, 6, device="cuda") * (step + ctx.rank)).sum().backward()
-        first, other = ctx.gather([it.cpu() for it in model.buffers()])
+        first, other = ctx.gather([buffer.cpu() for buffer in model.buffers()])
         assert not all_equal([first, other])
         zero.step()
         if ctx.rank == step:
             with torch.no_grad():
                 model.eval()(torch.ones(5, 6, device="cuda"))
             model.train()
-        assert all_equal([first, *ctx.gather([it.cpu() for it in model.buffers()])])
+        assert all_equal([first, *ctx.gather([buffer.cpu() for buffer in model.buffers()])])
 
 
 @ranks(1)
@@ -189,32 +191,41 @@ def _make_with_master_weights(model: nn.Module, **options: Any) -> ZeroRedundanc
 
 
 def _train_steps(model: nn.Module, optimizer: Optimizer, count: int) -> None:
-    for number in range(count):
-        for place, param in enumerate(model.parameters()):
-            torch.autograd.backward((param * (0.5 + 0.25 * ((number + place) % 3))).sum())
+    for step in range(count):
+        for index, param in enumerate(model.parameters()):
+            torch.autograd.backward((param * (0.5 + 0.25 * ((step + index) % 3))).sum())
         optimizer.step()
         optimizer.zero_grad()
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("make", [_make_drop_in, _make_flat, _make_with_master_weights])
-@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("make_optimizer", [_make_drop_in, _make_flat, _make_with_master_weights])
+@pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_checkpoint_round_trip(ctx: RankContext, tmp_path: Path, make: Any, behind: bool, fused: bool) -> None:
+def test_checkpoint_round_trip(
+    ctx: RankContext, tmp_path: Path, make_optimizer: Any, in_background: bool, fused: bool
+) -> None:
     torch.cuda.set_device(0)
-    model, again = make_cuda_model(), make_cuda_model()
-    optimizer, into = make(model, lr=0.01, fused=fused), make(again, lr=0.01, fused=fused)
+    model, loaded_model = make_cuda_model(), make_cuda_model()
+    optimizer, loaded_optimizer = (
+        make_optimizer(model, lr=0.01, fused=fused),
+        make_optimizer(loaded_model, lr=0.01, fused=fused),
+    )
     _train_steps(model, optimizer, 3)
-    _train_steps(again, into, 5)
-    save(tmp_path, behind=behind, step=3, model=model, optimizer=optimizer)
-    places = {it.data_ptr() for state in into.optim.state.values() for it in state.values() if it.dim()}
-    checkpoint.load(tmp_path, model=again, optimizer=into)
-    assert {it.data_ptr() for state in into.optim.state.values() for it in state.values() if it.dim()} == places
+    _train_steps(loaded_model, loaded_optimizer, 5)
+    save(tmp_path, in_background=in_background, step=3, model=model, optimizer=optimizer)
+    addresses = {
+        value.data_ptr() for state in loaded_optimizer.optim.state.values() for value in state.values() if value.dim()
+    }
+    checkpoint.load(tmp_path, model=loaded_model, optimizer=loaded_optimizer)
+    assert {
+        value.data_ptr() for state in loaded_optimizer.optim.state.values() for value in state.values() if value.dim()
+    } == addresses
     for _ in range(2):
-        assert all(map(torch.equal, again.parameters(), model.parameters()))
-        assert_same(into.full_state_dict(), optimizer.full_state_dict())
+        assert all(map(torch.equal, loaded_model.parameters(), model.parameters()))
+        assert_same(loaded_optimizer.full_state_dict(), optimizer.full_state_dict())
         _train_steps(model, optimizer, 2)
-        _train_steps(again, into, 2)
+        _train_steps(loaded_model, loaded_optimizer, 2)
 
 
 @ranks(1, 2)

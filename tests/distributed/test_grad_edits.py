@@ -1,4 +1,4 @@
-"""What scripts do to `param.grad` between backward passes and steps: DDP's numbers, or an error on all ranks."""
+"""Edits of `param.grad` between backward passes and steps: the same results as DDP, or an error on all ranks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import RankContext, ranks
-from tests.support.oracles import TINY, ZERO1, ZERO2, mlp, regression, seeded
+from tests.support.oracles import TINY, ZERO1, ZERO2, make_seeded, mlp, regression
 from zeroshard import NonFiniteGrads, RankFailedError, RankMismatchError, ZeroConfig, ZeroRedundancyOptimizer, shard
 
 SETUPS = ("ddp_hook", "zero1", "zero2")
 
 
 class TrainingSetup:
-    """A model and its optimizer: DDP and the plain one, or one of ours."""
+    """A model and its optimizer: DDP with the plain optimizer, or zeroshard in one of `SETUPS`."""
 
     def __init__(self, setup: str, make_model: Callable[[], nn.Module] = mlp) -> None:
-        self.model = seeded(make_model)
+        self.model = make_seeded(make_model)
         self.net: Any = self.model
         if setup in ("plain", "ddp_hook"):
             self.net = DistributedDataParallel(self.model)
@@ -121,11 +121,11 @@ VALID_PROGRAMS = (
 )
 
 
-@pytest.mark.parametrize("way", SETUPS)
+@pytest.mark.parametrize("setup", SETUPS)
 @ranks(1, 2)
-def test_grad_edits_valid_under_ddp_give_the_same_result(ctx: RankContext, way: str) -> None:
+def test_grad_edits_valid_under_ddp_give_the_same_result(ctx: RankContext, setup: str) -> None:
     for program in VALID_PROGRAMS:
-        ours, plain = TrainingSetup(way), TrainingSetup("plain")
+        ours, plain = TrainingSetup(setup), TrainingSetup("plain")
         for run in (ours, plain):
             program(run)
             run.optimizer.zero_grad()
@@ -142,12 +142,12 @@ def make_mlp_with_zero_last_layer() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("way", SETUPS)
+@pytest.mark.parametrize("setup", SETUPS)
 @ranks(2)
-def test_zero_gradients_are_not_mistaken_for_cleared_ones(ctx: RankContext, way: str) -> None:
-    """As those of LoRA's first step. DDP rounds otherwise: it adds the last pass before it averages."""
+def test_zero_gradients_are_not_mistaken_for_cleared_ones(ctx: RankContext, setup: str) -> None:
+    """LoRA's first step has such gradients. DDP rounds differently: it adds the last pass before it averages."""
     ours, plain = (
-        TrainingSetup(way, make_mlp_with_zero_last_layer),
+        TrainingSetup(setup, make_mlp_with_zero_last_layer),
         TrainingSetup("plain", make_mlp_with_zero_last_layer),
     )
     for run in (ours, plain):
@@ -161,38 +161,38 @@ def test_zero_gradients_are_not_mistaken_for_cleared_ones(ctx: RankContext, way:
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("way", SETUPS)
+@pytest.mark.parametrize("setup", SETUPS)
 @ranks(2)
-def test_invalid_grad_edits_are_rejected_on_all_ranks(ctx: RankContext, way: str) -> None:
-    """Though one rank alone does it."""
-    run = TrainingSetup(way)
+def test_invalid_grad_edits_are_rejected_on_all_ranks(ctx: RankContext, setup: str) -> None:
+    """Only one rank edits its gradients."""
+    run = TrainingSetup(setup)
 
-    def refused(message: str) -> None:
+    def assert_step_rejected(message: str) -> None:
         with pytest.raises(RuntimeError if ctx.rank == 0 else RankFailedError, match=message):
             run.step()
 
-    def assign(grad: torch.Tensor) -> None:
+    def assign_grad(grad: torch.Tensor) -> None:
         run.params[2].grad = grad
 
     for grad in (torch.ones_like(run.params[2]), torch.eye(*run.params[2].shape).to_sparse()):
         run.backward(0)
         if ctx.rank == 0:
-            assign(grad)
-        refused("changed in param.grad after it was reduced")
+            assign_grad(grad)
+        assert_step_rejected("changed in param.grad after it was reduced")
     run.backward(0)
     run.clip()
     if ctx.rank == 0:
         run.params[2].grad = None
         torch.autograd.grad(regression(run.model, 1), run.params)
     run.backward(1)
-    refused("removed from param.grad")
+    assert_step_rejected("removed from param.grad")
     run.backward(0)
     run.step()
 
 
 @ranks(2)
 def test_assigned_gradients_after_a_skipped_step(ctx: RankContext) -> None:
-    model = seeded(mlp)
+    model = make_seeded(mlp)
     for stage in (ZERO1.stage, ZERO2.stage):
         config = ZeroConfig(stage=stage, nonfinite=NonFiniteGrads("skip"))
         optimizer = shard(model, optim.SGD, config=config, lr=0.1)
@@ -208,7 +208,7 @@ def test_assigned_gradients_after_a_skipped_step(ctx: RankContext) -> None:
 
 @ranks(2)
 def test_ddp_hook_supports_groups_added_later(ctx: RankContext) -> None:
-    nets = [DistributedDataParallel(seeded(mlp)) for _ in range(2)]
+    nets = [DistributedDataParallel(make_seeded(mlp)) for _ in range(2)]
     first, *rest = zip(*(net.parameters() for net in nets), strict=True)
     plain = optim.SGD([first[1]], lr=0.1)
     zero = ZeroRedundancyOptimizer([first[0]], optim.SGD, config=ZeroConfig(partition=TINY), lr=0.1)
@@ -231,7 +231,7 @@ def test_grads_cleared_on_one_rank_only_are_rejected_on_all_ranks(ctx: RankConte
     run.backward(0)
     if ctx.rank == 0:
         run.clear_grads()
-    with pytest.raises(RankMismatchError, match="between different backward passes"):
+    with pytest.raises(RankMismatchError, match="after different backward passes"):
         run.step()
     run.backward(1)
     run.step()

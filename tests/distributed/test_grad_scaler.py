@@ -1,4 +1,4 @@
-"""`zeroshard.GradScaler` where gradients are spread over ranks: as torch's with DDP and the plain optimizer."""
+"""`zeroshard.GradScaler` with sharded gradients matches torch's scaler with DDP and the plain optimizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from tests.support import RankContext, ranks
-from tests.support.oracles import TINY, WIDTH, Pair, Twins, assert_same, mlp, regression, set_grads
+from tests.support.oracles import TINY, WIDTH, ParityRun, ShardParityRun, assert_same, mlp, regression, set_grads
 from tests.support.tiers import sampled
 from zeroshard import (
     GradScaler,
@@ -35,15 +35,15 @@ INNER_OPTIMIZERS: list[tuple[type[optim.Optimizer], Options]] = [
 ]
 
 
-class ScaledPair(Pair):
-    """Both sides with a scaler each."""
+class ScaledParityRun(ShardParityRun):
+    """A parity run with a scaler on each side."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.scalers = [GradScaler(**SCALER_OPTIONS), TorchScaler(**SCALER_OPTIONS)]
 
     def train_scaled(self, steps: int = 1, *, factor: float = 1.0, clip: bool = False) -> None:
-        """`factor`: what this rank's loss is multiplied with, beside the scale."""
+        """Train both sides. `factor` multiplies this rank's loss, in addition to the scale."""
         for _ in range(steps):
             for side, scaler in zip(self.sides, self.scalers, strict=True):
                 torch.autograd.backward(scaler.scale(factor * self.loss(side.net, self.steps)))
@@ -61,29 +61,29 @@ class ScaledPair(Pair):
     def check(self) -> None:
         if not self.zero.param_groups[0].get("fused"):
             super().check()
-        # Fused kernels round the last few elements of a tensor in another way, and ours are cut elsewhere.
+        # Fused kernels round the last few elements of a tensor differently, and our shards end elsewhere.
         for ours, theirs in zip(self.model.parameters(), self.plain_model.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def _clip_by_inf_norm(model: nn.Module, optimizer: Any) -> None:
-    """The largest element: its value does not depend on the order in which things are added up."""
+    """Clip by the largest element: its value does not depend on a summation order."""
     if isinstance(optimizer, ShardedOptimizer):
         optimizer.clip_grad_norm_(0.01, math.inf)
     else:
         clip_grad_norm_(model.parameters(), 0.01, math.inf)
 
 
-def make_scaled_pair(config: ZeroConfig, inner: tuple[type[optim.Optimizer], Options]) -> ScaledPair:
+def make_scaled_run(config: ZeroConfig, inner: tuple[type[optim.Optimizer], Options]) -> ScaledParityRun:
     factory, options = inner
-    return ScaledPair(factory, config=config, **options)
+    return ScaledParityRun(factory, config=config, **options)
 
 
 @ranks(1, 2, 3, 4)
 def test_scaled_training_matches_ddp(ctx: RankContext) -> None:
     for config, inner in zip(CONFIGS, INNER_OPTIMIZERS, strict=True):
         for clip in (False, True):
-            scaled = make_scaled_pair(config, inner)
+            scaled = make_scaled_run(config, inner)
             scaled.train_scaled(3, clip=clip)
             assert scaled.scalers[0].get_scale() == 2048.0
 
@@ -92,12 +92,12 @@ def test_scaled_training_matches_ddp(ctx: RankContext) -> None:
 @sampled("clip", [False, True])
 def test_all_ranks_skip_if_one_rank_overflows(ctx: RankContext, clip: bool) -> None:
     for config, inner in zip(CONFIGS, INNER_OPTIMIZERS, strict=True):
-        scaled = make_scaled_pair(config, inner)
+        scaled = make_scaled_run(config, inner)
         scaled.train_scaled(1, clip=clip)
         before = [param.detach().clone() for param in scaled.model.parameters()]
-        last = ctx.rank == ctx.world_size - 1
-        scaled.train_scaled(1, factor=math.inf if last else 1.0, clip=clip)
-        scaled.train_scaled(1, factor=math.nan if last else 1.0, clip=clip)
+        is_last_rank = ctx.rank == ctx.world_size - 1
+        scaled.train_scaled(1, factor=math.inf if is_last_rank else 1.0, clip=clip)
+        scaled.train_scaled(1, factor=math.nan if is_last_rank else 1.0, clip=clip)
         assert_same([param.detach() for param in scaled.model.parameters()], before)
         assert ctx.gather(scaled.scalers[0].get_scale()) == [256.0] * ctx.world_size
         scaled.train_scaled(3, clip=clip)
@@ -105,15 +105,17 @@ def test_all_ranks_skip_if_one_rank_overflows(ctx: RankContext, clip: bool) -> N
 
 @ranks(2, 3)
 def test_inf_in_one_shard_skips_step_on_all_ranks(ctx: RankContext) -> None:
-    """Only its owner sees it."""
+    """Only the owner of the shard sees it."""
     for inner in INNER_OPTIMIZERS[::2]:
-        for place in (0, 20, WIDTH * WIDTH - 1):
-            scaled = make_scaled_pair(CONFIGS[0], inner)
+        for index in (0, 20, WIDTH * WIDTH - 1):
+            scaled = make_scaled_run(CONFIGS[0], inner)
             for side in scaled.sides:
                 weight = next(side.model.parameters())
-                spoil = torch.zeros(WIDTH * WIDTH).index_fill(0, torch.tensor([place]), math.inf).view(WIDTH, WIDTH)
+                corruption = (
+                    torch.zeros(WIDTH * WIDTH).index_fill(0, torch.tensor([index]), math.inf).view(WIDTH, WIDTH)
+                )
                 if ctx.rank == 0:
-                    weight.register_hook(lambda grad, spoil=spoil: grad + spoil)  # type: ignore[no-untyped-call]
+                    weight.register_hook(lambda grad, corruption=corruption: grad + corruption)  # type: ignore[no-untyped-call]
             before = [param.detach().clone() for param in scaled.model.parameters()]
             scaled.train_scaled(1)
             assert_same([param.detach() for param in scaled.model.parameters()], before)
@@ -122,7 +124,7 @@ def test_inf_in_one_shard_skips_step_on_all_ranks(ctx: RankContext) -> None:
 
 @ranks(1, 2, 3)
 def test_fused_kernel_that_unscales_grads(ctx: RankContext) -> None:
-    """Fused kernels take the scale; their steps are those of unscaled gradients, as scales are powers of 2."""
+    """Fused kernels unscale exactly, because scales are powers of 2: steps equal those with unscaled gradients."""
     for config in CONFIGS:
         torch.manual_seed(0)
         scaled, plain = mlp(), mlp()
@@ -142,7 +144,7 @@ def test_fused_kernel_that_unscales_grads(ctx: RankContext) -> None:
 
 @ranks(1, 2, 3)
 def test_fp16_overflow_leaves_master_weights_unchanged(ctx: RankContext) -> None:
-    """What overflows in float16 is seen; the masters stay as they are."""
+    """Overflows in float16 are detected, and the step leaves the master weights unchanged."""
     model = mlp().half()
     zero = shard(model, optim.AdamW, lr=0.05, config=ZeroConfig(partition=TINY, master_dtype=torch.float32))
     scaler = GradScaler("cpu", init_scale=2.0**20)
@@ -179,7 +181,7 @@ def test_torch_scaler_is_rejected(ctx: RankContext, unscale: bool) -> None:
         with pytest.raises(RuntimeError, match=r"use zeroshard\.GradScaler"):
             scaler.step(zero)
         torch.autograd.backward(regression(model, 0))
-        zero.step()  # it goes on
+        zero.step()  # the optimizer still works
 
 
 @ranks(2, 3, timeout=60)
@@ -197,7 +199,7 @@ def test_torch_scaler_on_one_rank_is_reported_on_all(ctx: RankContext) -> None:
 
 @ranks(1, 2, 3)
 def test_torch_scaler_is_rejected_after_unscaled_step(ctx: RankContext) -> None:
-    """What one step of the scaler left behind does not make torch's pass for ours."""
+    """Attributes left by a step of zeroshard's scaler do not make torch's scaler pass for it."""
     model = mlp()
     zero = shard(model, optim.SGD, lr=0.1)
     ours, theirs = GradScaler(**SCALER_OPTIONS), TorchScaler(**SCALER_OPTIONS)
@@ -215,19 +217,19 @@ def seeded_mlp() -> nn.Module:
     return mlp()
 
 
-def wrap_in_ddp(twins: Twins) -> list[tuple[nn.Module, Any]]:
-    return [(DistributedDataParallel(model), optimizer) for model, optimizer in twins.sides]
+def wrap_in_ddp(parity: ParityRun) -> list[tuple[nn.Module, Any]]:
+    return [(DistributedDataParallel(model), optimizer) for model, optimizer in parity.sides]
 
 
-def train_under_ddp(twins: Twins, scalers: list[Any], factor: Callable[[int], float]) -> None:
-    sides = wrap_in_ddp(twins)
+def train_under_ddp(parity: ParityRun, scalers: list[Any], factor: Callable[[int], float]) -> None:
+    sides = wrap_in_ddp(parity)
     for step in range(5):
         for (net, optimizer), scaler in zip(sides, scalers, strict=True):
             torch.autograd.backward(scaler.scale(factor(step) * regression(net, step)))
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-        twins.check()
+        parity.check()
     assert_same(scalers[0].state_dict(), scalers[1].state_dict())
 
 
@@ -236,11 +238,11 @@ def test_flat_drop_in_under_ddp_works_with_either_scaler(ctx: RankContext) -> No
     def factor(step: int) -> float:
         return math.inf if step == 2 and ctx.rank == 0 else 1.0
 
-    for make in (TorchScaler, GradScaler):
+    for scaler_class in (TorchScaler, GradScaler):
         for factory, options in INNER_OPTIMIZERS[:2]:
             zero_only = {"config": ZeroConfig(partition=TINY)}
-            twins = Twins(factory, model=seeded_mlp, zero_only=zero_only, foreach=True, **options)
-            train_under_ddp(twins, [make(**SCALER_OPTIONS), TorchScaler(**SCALER_OPTIONS)], factor)
+            parity = ParityRun(factory, model=seeded_mlp, zero_only=zero_only, foreach=True, **options)
+            train_under_ddp(parity, [scaler_class(**SCALER_OPTIONS), TorchScaler(**SCALER_OPTIONS)], factor)
 
 
 @ranks(1, 2, 3)
@@ -249,7 +251,7 @@ def test_grads_from_ddp_hook_are_treated_as_sharded(ctx: RankContext) -> None:
     net = DistributedDataParallel(mlp())
     zero = ZeroRedundancyOptimizer(net.parameters(), optim.SGD, lr=0.1, config=ZeroConfig(partition=TINY))
     net.register_comm_hook(None, zero.ddp_hook())
-    pair = ScaledPair(optim.SGD, lr=0.1)
+    parity = ScaledParityRun(optim.SGD, lr=0.1)
     scaler = GradScaler(**SCALER_OPTIONS)
     for step in range(3):
         factor = math.inf if step == 1 and ctx.rank == ctx.world_size - 1 else 1.0
@@ -257,8 +259,8 @@ def test_grads_from_ddp_hook_are_treated_as_sharded(ctx: RankContext) -> None:
         scaler.step(zero)
         scaler.update()
         zero.zero_grad()
-        pair.train_scaled(1, factor=factor)
-        assert_same(net.module.state_dict(), pair.model.state_dict())
+        parity.train_scaled(1, factor=factor)
+        assert_same(net.module.state_dict(), parity.model.state_dict())
     theirs = TorchScaler(**SCALER_OPTIONS)
     torch.autograd.backward(theirs.scale(regression(net, 3)))
     with pytest.raises(RuntimeError, match=r"use zeroshard\.GradScaler"):

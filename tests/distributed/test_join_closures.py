@@ -1,4 +1,4 @@
-"""Uneven inputs, with steps that are made by a closure or a GradScaler."""
+"""Uneven inputs, with steps through a closure or a GradScaler."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 from tests.support import RankContext, ranks
-from tests.support.oracles import Twins, assert_same, set_grads, small_model
+from tests.support.oracles import ParityRun, assert_same, set_grads, small_model
 from tests.support.tiers import sampled
-from zeroshard import RankFailedError, ZeroRedundancyOptimizer
+from zeroshard import BindingError, RankFailedError, ZeroRedundancyOptimizer
 
 TrainFn = Callable[[nn.Module, Optimizer, int], None]
 OVERFLOW_STEP = 1
@@ -40,8 +40,8 @@ def train_with_grad_scaler(model: nn.Module, optimizer: Optimizer, steps: int) -
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     for step in range(steps):
         optimizer.zero_grad()
-        weight = torch.inf if step == OVERFLOW_STEP else 1.0
-        torch.autograd.backward(scaler.scale(compute_loss(model, step) * weight))
+        factor = torch.inf if step == OVERFLOW_STEP else 1.0
+        torch.autograd.backward(scaler.scale(compute_loss(model, step) * factor))
         scaler.step(optimizer)
         scaler.update()
 
@@ -65,18 +65,36 @@ def test_closure_and_grad_scaler_parity_under_join(
 
 @ranks(2, 3)
 def test_failing_closure_under_join_raises_on_all_ranks(ctx: RankContext) -> None:
-    twins = Twins(SGD, lr=0.1)
+    parity = ParityRun(SGD, lr=0.1)
 
     def closure() -> None:
-        set_grads(twins.model.parameters(), 0)
+        set_grads(parity.model.parameters(), 0)
         raise ArithmeticError("out of luck")
 
     def train() -> None:
-        with Join([twins.zero]):
-            if last:
-                twins.zero.step(closure)
+        with Join([parity.zero]):
+            if is_last_rank:
+                parity.zero.step(closure)
 
-    last = ctx.rank == ctx.world_size - 1
-    with pytest.raises(ArithmeticError if last else RankFailedError, match="out of luck"):
+    is_last_rank = ctx.rank == ctx.world_size - 1
+    with pytest.raises(ArithmeticError if is_last_rank else RankFailedError, match="out of luck"):
         train()
-    twins.check()
+    parity.check()
+
+
+@ranks(2, 3)
+def test_replaced_param_data_under_join_raises_on_all_ranks(ctx: RankContext) -> None:
+    """Ranks without inputs wait for the messages of the first closure call, which the failing rank must send."""
+    model = small_model()
+    zero = ZeroRedundancyOptimizer(model.parameters(), SGD, lr=0.1)
+
+    def train() -> None:
+        with Join([zero]):
+            if is_last_rank:
+                weight = next(model.parameters())
+                weight.grad, weight.data = None, weight.data.double()
+                zero.step(lambda: 0.5)
+
+    is_last_rank = ctx.rank == ctx.world_size - 1
+    with pytest.raises(BindingError if is_last_rank else RankFailedError, match="float64"):
+        train()

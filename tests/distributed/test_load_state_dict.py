@@ -1,4 +1,4 @@
-"""State from a dict to all ranks: from any world size and origin, as torch's own loading does it, all or nothing."""
+"""`load_state_dict`: from any world size and any optimizer, with torch's semantics, and atomic over all ranks."""
 
 from __future__ import annotations
 
@@ -19,77 +19,83 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.support import RankContext, ranks
 from tests.support.optimizers import Keeper
-from tests.support.oracles import Twins, assert_same, in_groups, set_grads, small_model
-from zeroshard import CheckpointError, RankFailedError, RankMismatchError, broadcast_object
+from tests.support.oracles import ParityRun, assert_same, set_grads, small_model, three_groups
+from zeroshard import (
+    CheckpointError,
+    RankFailedError,
+    RankMismatchError,
+    ZeroRedundancyOptimizer,
+    broadcast_object,
+)
 
 StateDict = dict[str, Any]
 named_params = nn.Module.named_parameters
 
 
-def make_trained_twins(make: Callable[[], Twins], steps: int = 2) -> Twins:
-    twins = make()
-    twins.train(steps)
-    return twins
+def make_trained_run(make_run: Callable[[], ParityRun], steps: int = 2) -> ParityRun:
+    parity = make_run()
+    parity.train(steps)
+    return parity
 
 
-def resume(make: Callable[[], Twins], before: Twins, saved: StateDict) -> Twins:
-    """A new sharded optimizer that goes on from `saved`, beside the plain one that was never interrupted."""
-    after = make()
-    after.model.load_state_dict(before.plain_model.state_dict())
-    after.plain_model, after.plain = copy.deepcopy((before.plain_model, before.plain))
-    after.steps = before.steps
-    after.zero.load_state_dict(saved)
-    return after
+def resume(make_run: Callable[[], ParityRun], saved_run: ParityRun, saved: StateDict) -> ParityRun:
+    """A new sharded optimizer that resumes from `saved`, next to a plain one that was never interrupted."""
+    resumed = make_run()
+    resumed.model.load_state_dict(saved_run.plain_model.state_dict())
+    resumed.plain_model, resumed.plain = copy.deepcopy((saved_run.plain_model, saved_run.plain))
+    resumed.steps = saved_run.steps
+    resumed.zero.load_state_dict(saved)
+    return resumed
 
 
-def assert_loads_like_torch(twins: Twins, saved: StateDict) -> None:
-    """Both load; then both have the same state, and go on alike."""
-    twins.zero.load_state_dict(copy.deepcopy(saved))
-    twins.plain.load_state_dict(copy.deepcopy(saved))
-    assert_full_state_matches(twins)
-    twins.train(2)
+def assert_loads_like_torch(parity: ParityRun, saved: StateDict) -> None:
+    """Check that both optimizers load the dict to the same state, and that further training is equal."""
+    parity.zero.load_state_dict(copy.deepcopy(saved))
+    parity.plain.load_state_dict(copy.deepcopy(saved))
+    assert_full_state_matches(parity)
+    parity.train(2)
 
 
-def assert_full_state_matches(twins: Twins) -> None:
-    found = twins.zero.full_state_dict()
+def assert_full_state_matches(parity: ParityRun) -> None:
+    found = parity.zero.full_state_dict()
     if found is not None:
-        assert_same(found, twins.plain.state_dict(), "the state dict")
+        assert_same(found, parity.plain.state_dict(), "the state dict")
 
 
-CASES: list[Callable[..., Twins]] = [
-    partial(Twins, Adam, lr=0.05, handed=in_groups),
-    partial(Twins, SGD, lr=0.05, momentum=0.9, handed=named_params),
-    partial(Twins, Adagrad, lr=0.05),
-    partial(Twins, Adafactor, lr=0.05),
-    partial(Twins, AdamW, lr=torch.tensor(0.05), fused=True),
+CASES: list[Callable[..., ParityRun]] = [
+    partial(ParityRun, Adam, lr=0.05, get_params=three_groups),
+    partial(ParityRun, SGD, lr=0.05, momentum=0.9, get_params=named_params),
+    partial(ParityRun, Adagrad, lr=0.05),
+    partial(ParityRun, Adafactor, lr=0.05),
+    partial(ParityRun, AdamW, lr=torch.tensor(0.05), fused=True),
 ]
 
 
 @ranks(4)
 def test_resumes_bitwise_at_any_world_size(ctx: RankContext, tmp_path: Path) -> None:
     groups = {size: dist.new_group(list(range(size))) for size in range(1, 5)}
-    mine = {size: group for size, group in groups.items() if ctx.rank < size}
-    before: dict[int, Twins] = {}
-    for size, group in mine.items():
-        for number, make in enumerate(CASES[:3]):
-            before[number] = make_trained_twins(partial(make, zero_only={"process_group": group}))
-            saved = before[number].zero.full_state_dict()
+    own_groups = {size: group for size, group in groups.items() if ctx.rank < size}
+    saved_runs: dict[int, ParityRun] = {}
+    for size, group in own_groups.items():
+        for number, make_run in enumerate(CASES[:3]):
+            saved_runs[number] = make_trained_run(partial(make_run, zero_only={"process_group": group}))
+            saved = saved_runs[number].zero.full_state_dict()
             if saved is not None:
                 torch.save(saved, tmp_path / f"{number} from {size}")
     dist.barrier()
-    for size, group in mine.items():
-        for number, make in enumerate(CASES[:3]):
-            for origin in groups:
-                saved = torch.load(tmp_path / f"{number} from {origin}", weights_only=True)
-                options = {"process_group": group, "parameters_as_bucket_view": origin == size}
-                resume(partial(make, zero_only=options), before[number], saved).train(5)
+    for size, group in own_groups.items():
+        for number, make_run in enumerate(CASES[:3]):
+            for saved_size in groups:
+                saved = torch.load(tmp_path / f"{number} from {saved_size}", weights_only=True)
+                options = {"process_group": group, "parameters_as_bucket_view": saved_size == size}
+                resume(partial(make_run, zero_only=options), saved_runs[number], saved).train(5)
 
 
 @ranks(1, 2, 3)
 def test_resumes_from_torch_optimizers(ctx: RankContext) -> None:
-    for make in CASES:
-        before = make_trained_twins(make)
-        resume(make, before, before.plain.state_dict()).train(2)
+    for make_run in CASES:
+        saved_run = make_trained_run(make_run)
+        resume(make_run, saved_run, saved_run.plain.state_dict()).train(2)
     model = small_model()
     theirs = TorchZero(model.parameters(), Adam, lr=0.05)
     for step in range(2):
@@ -99,30 +105,30 @@ def test_resumes_from_torch_optimizers(ctx: RankContext) -> None:
     saved = [theirs.state_dict() if ctx.rank == 0 else None]
     dist.broadcast_object_list(saved)
     assert saved[0] is not None
-    make = partial(Twins, Adam, lr=0.05)
-    resume(make, make_trained_twins(make), saved[0]).train(2)
+    make_run = partial(ParityRun, Adam, lr=0.05)
+    resume(make_run, make_trained_run(make_run), saved[0]).train(2)
 
 
 @ranks(2)
 def test_resumes_with_sparse_momentum(ctx: RankContext) -> None:
-    def sparse_grads(params: Iterable[torch.Tensor], step: int) -> None:
+    def set_sparse_grads(params: Iterable[torch.Tensor], step: int) -> None:
         set_grads(params := list(params), step)
         for param in params:
             assert param.grad is not None
             param.grad = (param.grad * (torch.arange(len(param)) % 2 == step % 2).unsqueeze(1)).to_sparse(1)
 
-    def tables() -> nn.Module:
+    def make_embeddings() -> nn.Module:
         return nn.ModuleList(nn.Embedding(6, 3, _weight=torch.ones(6, 3)) for _ in range(3))
 
-    make = partial(Twins, SGD, model=tables, lr=0.1, momentum=0.9)
-    before = make()
-    before.train(2, sparse_grads)
-    saved = before.plain.state_dict()
-    resume(make, before, saved).train(2, sparse_grads)
+    make_run = partial(ParityRun, SGD, model=make_embeddings, lr=0.1, momentum=0.9)
+    saved_run = make_run()
+    saved_run.train(2, set_sparse_grads)
+    saved = saved_run.plain.state_dict()
+    resume(make_run, saved_run, saved).train(2, set_sparse_grads)
 
 
 def renumber_params(saved: StateDict, ids: list[Any]) -> StateDict:
-    """The same dict with other ids for the parameters, and its state in another order."""
+    """The same dict with other parameter ids, and with its state in another order."""
     groups = copy.deepcopy(saved["param_groups"])
     for group in groups:
         group["params"] = [ids[number] for number in group["params"]]
@@ -132,21 +138,21 @@ def renumber_params(saved: StateDict, ids: list[Any]) -> StateDict:
 
 @ranks(1, 2, 3)
 def test_param_ids_need_not_be_consecutive(ctx: RankContext) -> None:
-    for make in CASES[:2]:
+    for make_run in CASES[:2]:
         for ids in ([5, 4, 3, 2, 1, 0], [70, 10, 50, 20, 0, 90], list("fedcba"), [(0, "x"), 1.5, None, "a", 3, -1]):
-            before = make_trained_twins(make)
-            resume(make, before, renumber_params(before.plain.state_dict(), ids)).train(2)
+            saved_run = make_trained_run(make_run)
+            resume(make_run, saved_run, renumber_params(saved_run.plain.state_dict(), ids)).train(2)
 
 
 @ranks(1, 2, 3)
 def test_state_of_unlisted_ids_is_not_assigned_to_params(ctx: RankContext) -> None:
-    before = make_trained_twins(partial(Twins, Adam))
-    saved = renumber_params(before.plain.state_dict(), [70, 10, 50, 20, 80, 90])
-    strays = {number: saved["state"].pop(number) for number in (10, 20, 70)}
-    saved["state"] |= {number: strays[number * 10] for number in (1, 2)} | {0: strays[70]}
-    after = Twins(Adam)
-    after.zero.load_state_dict(saved)
-    found = after.zero.full_state_dict()
+    saved_run = make_trained_run(partial(ParityRun, Adam))
+    saved = renumber_params(saved_run.plain.state_dict(), [70, 10, 50, 20, 80, 90])
+    unlisted_state = {number: saved["state"].pop(number) for number in (10, 20, 70)}
+    saved["state"] |= {number: unlisted_state[number * 10] for number in (1, 2)} | {0: unlisted_state[70]}
+    loaded_run = ParityRun(Adam)
+    loaded_run.zero.load_state_dict(saved)
+    found = loaded_run.zero.full_state_dict()
     if found is not None:
         assert [number for number in found["state"] if number in range(6)] == [2, 4, 5]
 
@@ -157,62 +163,64 @@ def reversed_named_params(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def reversed_wrapped_params(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The same, with what DDP and torch.compile make of the names."""
+    """The same, with the name prefixes of DDP and torch.compile."""
     return [(f"module._orig_mod.{name}", param) for name, param in model.named_parameters()][::-1]
 
 
 @ranks(1, 2, 3)
 def test_params_are_matched_by_name_when_both_sides_have_names(ctx: RankContext) -> None:
-    make = partial(Twins, Adam, lr=0.05, handed=named_params)
-    before = make_trained_twins(make)
-    saved = before.plain.state_dict()
+    make_run = partial(ParityRun, Adam, lr=0.05, get_params=named_params)
+    saved_run = make_trained_run(make_run)
+    saved = saved_run.plain.state_dict()
     by_name = renumber_params(saved, saved["param_groups"][0]["param_names"])
     del by_name["param_groups"][0]["param_names"]
-    for handed, loaded in (
+    for get_params, loaded in (
         (reversed_named_params, saved),
         (reversed_wrapped_params, saved),
         (reversed_named_params, by_name),
     ):
-        after = resume(partial(Twins, Adam, lr=0.05, handed=handed), before, loaded)
-        names = after.zero.param_groups[0]["param_names"]
-        assert names == Twins(Adam, handed=handed).plain.param_groups[0]["param_names"]
-        group = after.plain.param_groups[0] | {"param_names": names}  # of no matter to its steps
-        after.plain.param_groups[0] = {key: group[key] for key in after.zero.param_groups[0]}
-        after.train(2)
+        resumed = resume(partial(ParityRun, Adam, lr=0.05, get_params=get_params), saved_run, loaded)
+        names = resumed.zero.param_groups[0]["param_names"]
+        assert names == ParityRun(Adam, get_params=get_params).plain.param_groups[0]["param_names"]
+        group = resumed.plain.param_groups[0] | {"param_names": names}  # does not affect its steps
+        resumed.plain.param_groups[0] = {key: group[key] for key in resumed.zero.param_groups[0]}
+        resumed.train(2)
 
 
 @ranks(2)
 def test_unknown_param_names_are_ignored_with_a_warning(ctx: RankContext) -> None:
-    make = partial(Twins, Adam, handed=named_params)
-    before = make_trained_twins(make)
-    saved = before.plain.state_dict()
+    make_run = partial(ParityRun, Adam, get_params=named_params)
+    saved_run = make_trained_run(make_run)
+    saved = saved_run.plain.state_dict()
     saved["param_groups"][0]["param_names"] = list("abcdef")
     with pytest.warns(UserWarning, match="names"):
-        resume(make, before, saved).train(1)
-    unnamed = resume(partial(Twins, Adam), before, saved)
+        resume(make_run, saved_run, saved).train(1)
+    unnamed = resume(partial(ParityRun, Adam), saved_run, saved)
     del unnamed.plain.param_groups[0]["param_names"]
     unnamed.train(1)
 
 
 @ranks(2)
 def test_param_moved_to_another_group_is_rejected(ctx: RankContext) -> None:
-    def halves(model: nn.Module, cut: int) -> list[dict[str, Any]]:
+    def split_params(model: nn.Module, num_in_first: int) -> list[dict[str, Any]]:
         pairs = list(model.named_parameters())
-        return [{"params": pairs[:cut]}, {"params": pairs[cut:]}]
+        return [{"params": pairs[:num_in_first]}, {"params": pairs[num_in_first:]}]
 
-    def swapped(model: nn.Module) -> list[dict[str, Any]]:
-        return halves(model, 3)[::-1]
+    def swap_halves(model: nn.Module) -> list[dict[str, Any]]:
+        return split_params(model, 3)[::-1]
 
-    saved = make_trained_twins(partial(Twins, Adam, handed=partial(halves, cut=3))).plain.state_dict()
-    with pytest.raises(CheckpointError, match=r"parameter \d \(\d\.(weight|bias)\) is in another group"):
-        Twins(Adam, handed=swapped).zero.load_state_dict(saved)
+    saved = make_trained_run(
+        partial(ParityRun, Adam, get_params=partial(split_params, num_in_first=3))
+    ).plain.state_dict()
+    with pytest.raises(CheckpointError, match=r"parameter \d \(\d\.(weight|bias)\) is in another parameter group"):
+        ParityRun(Adam, get_params=swap_halves).zero.load_state_dict(saved)
 
 
 Point = namedtuple("Point", "where value")
 
 
 class RecordsLoadedTypes(Keeper):
-    """Looks at the state that it is given to load, and at the state that it then has."""
+    """Records the types in the state that it gets to load, and in the state that it then has."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -227,49 +235,49 @@ class RecordsLoadedTypes(Keeper):
         self._record_types(self.state)
 
     def _record_types(self, state: dict[Any, Any]) -> None:
-        for kept in state.values():
+        for param_state in state.values():
             self.seen_types += [
-                type(value) for key, value in kept.items() if key in ("point", "ordered", "text", "list")
+                type(value) for key, value in param_state.items() if key in ("point", "ordered", "text", "list")
             ]
-            kept["list"].append("seen")
+            param_state["list"].append("seen")
 
 
 @ranks(1, 2, 3)
 def test_containers_in_loaded_state_keep_their_types(ctx: RankContext) -> None:
-    twins = make_trained_twins(partial(Twins, RecordsLoadedTypes))
-    inner = twins.zero.optim
+    parity = make_trained_run(partial(ParityRun, RecordsLoadedTypes))
+    inner = parity.zero.optim
     assert isinstance(inner, RecordsLoadedTypes)
-    saved = copy.deepcopy(twins.plain.state_dict())
+    saved = copy.deepcopy(parity.plain.state_dict())
     for state in saved["state"].values():
         state["point"] = Point("here", torch.ones(1))
     saved["state"]["shared"] = {"list": [1, torch.ones(2)]}
-    twins.zero.load_state_dict(saved)
-    for param, kept in twins.zero.state.items():
+    parity.zero.load_state_dict(saved)
+    for param, param_state in parity.zero.state.items():
         if param != "shared":
             # Torch casts all tensors to the dtype of the parameter.
-            number = next(i for i, mine in enumerate(twins.model.parameters()) if mine is param)
+            number = next(index for index, own_param in enumerate(parity.model.parameters()) if own_param is param)
             expected = tree_map_only(torch.Tensor, torch.Tensor.float, saved["state"][number])
             expected["list"] += ["seen", "seen"]
             expected["size"] = torch.Size(expected["size"])
-            assert_same(kept, expected, f"state of parameter {number}")
-    assert_same(twins.zero.state["shared"], {"list": [1, torch.ones(2), "seen", "seen"]})
-    owned = len(twins.zero.state) - 1
+            assert_same(param_state, expected, f"state of parameter {number}")
+    assert_same(parity.zero.state["shared"], {"list": [1, torch.ones(2), "seen", "seen"]})
+    owned = len(parity.zero.state) - 1
     assert Counter(inner.seen_types) == Counter(2 * (owned * [list, OrderedDict, str, Point] + [list]))
-    twins.train(2)
+    parity.train(2)
 
 
 @ranks(1, 2)
 def test_loads_edited_state_dicts_like_torch(ctx: RankContext) -> None:
-    make = partial(Twins, Adam, lr=0.1, handed=in_groups)
-    before = make_trained_twins(make).plain.state_dict()
-    for number, change in enumerate(state_dict_edits()):
-        saved = copy.deepcopy(before)
-        change(saved)
-        assert_loads_like_torch(make_trained_twins(make, steps=number % 2), saved)
+    make_run = partial(ParityRun, Adam, lr=0.1, get_params=three_groups)
+    original = make_trained_run(make_run).plain.state_dict()
+    for number, edit in enumerate(state_dict_edits()):
+        saved = copy.deepcopy(original)
+        edit(saved)
+        assert_loads_like_torch(make_trained_run(make_run, steps=number % 2), saved)
 
 
 def state_dict_edits() -> Iterator[Callable[[StateDict], object]]:
-    """What may happen to a state dict between two runs."""
+    """Edits that may happen to a state dict between two runs."""
     yield lambda _: None
     yield lambda saved: saved["state"].clear()
     yield lambda saved: [saved["state"].pop(number) for number in (0, 3)]
@@ -288,14 +296,14 @@ def state_dict_edits() -> Iterator[Callable[[StateDict], object]]:
 
 @ranks(1, 2)
 def test_state_dtypes_follow_the_param_as_in_torch(ctx: RankContext) -> None:
-    saved = make_trained_twins(partial(Twins, Adam, lr=0.1)).plain.state_dict()
+    saved = make_trained_run(partial(ParityRun, Adam, lr=0.1)).plain.state_dict()
     for dtype in (torch.bfloat16, torch.float64, torch.complex64):
         for factory in (Adam, partial(Adam, fused=True), partial(Adam, amsgrad=True), partial(Adam, foreach=False)):
-            twins = Twins(factory, lr=0.1, model=partial(small_model().to, dtype))
-            for optimizer in (twins.zero, twins.plain):
+            parity = ParityRun(factory, lr=0.1, model=partial(small_model().to, dtype))
+            for optimizer in (parity.zero, parity.plain):
                 optimizer.load_state_dict(copy.deepcopy(saved))
-            assert_full_state_matches(twins)
-    capturable = Twins(Adam, capturable=True)
+            assert_full_state_matches(parity)
+    capturable = ParityRun(Adam, capturable=True)
     for optimizer in (capturable.zero, capturable.plain):
         optimizer.load_state_dict({**saved, "param_groups": saved_param_groups(capturable.plain)})
     assert_full_state_matches(capturable)
@@ -315,28 +323,32 @@ def storage_ptrs(value: Any) -> set[int]:
 
 @ranks(1, 2, 3)
 def test_load_neither_changes_nor_aliases_the_given_dict(ctx: RankContext) -> None:
-    for make in (
-        partial(Twins, RecordsLoadedTypes),
-        partial(Twins, Adam, lr=torch.tensor(0.1), fused=True, handed=named_params),
+    for make_run in (
+        partial(ParityRun, RecordsLoadedTypes),
+        partial(ParityRun, Adam, lr=torch.tensor(0.1), fused=True, get_params=named_params),
     ):
-        saved = copy.deepcopy(make_trained_twins(make).plain.state_dict())
+        saved = copy.deepcopy(make_trained_run(make_run).plain.state_dict())
         saved["state"]["shared"] = {"moment": torch.ones(2), "list": [1]}
-        kept = copy.deepcopy(saved)
-        after = make()
-        after.zero.load_state_dict(saved)
-        ours = [list(after.zero.state.values()), after.zero.param_groups, after.zero.optim.param_groups]
-        assert not storage_ptrs(ours) & storage_ptrs(saved)
-        for optimizer in (after.zero, after.zero.optim):
+        original = copy.deepcopy(saved)
+        loaded_run = make_run()
+        loaded_run.zero.load_state_dict(saved)
+        loaded_state = [
+            list(loaded_run.zero.state.values()),
+            loaded_run.zero.param_groups,
+            loaded_run.zero.optim.param_groups,
+        ]
+        assert not storage_ptrs(loaded_state) & storage_ptrs(saved)
+        for optimizer in (loaded_run.zero, loaded_run.zero.optim):
             for group in optimizer.param_groups:
                 group["lr"] *= 0.5
-        set_grads(after.model.parameters(), 0)
-        after.zero.step()
-        after.zero.state["shared"]["list"].append(2)
-        assert_same(saved, kept)
+        set_grads(loaded_run.model.parameters(), 0)
+        loaded_run.zero.step()
+        loaded_run.zero.state["shared"]["list"].append(2)
+        assert_same(saved, original)
 
 
 def invalid_state_dicts() -> Iterator[tuple[str, Callable[[StateDict], Any]]]:
-    """What each error says, and the dict that it is about, made of a good one."""
+    """Patterns of error messages, each with a function that makes an invalid dict from a valid one."""
 
     def without(saved: StateDict, key: str) -> StateDict:
         return {other: value for other, value in saved.items() if other != key}
@@ -360,8 +372,8 @@ def invalid_state_dicts() -> Iterator[tuple[str, Callable[[StateDict], Any]]]:
     yield "groups.* 4.* 2", lambda saved: {**saved, "param_groups": saved["param_groups"] * 2}
     yield "group 0 has 1 .* 5 here", lambda saved: {**saved, "param_groups": saved["param_groups"][::-1]}
     yield "twice", lambda saved: with_group(saved, 1, params=[0])
-    yield "'exp_avg' of parameter 2 has shape", lambda saved: with_state(saved, 2, exp_avg=torch.ones(3))
-    yield "'exp_avg_sq' of parameter 0 has shape", lambda saved: with_state(saved, 0, exp_avg_sq=torch.ones(()))
+    yield "'exp_avg' of parameter 2 does not match", lambda saved: with_state(saved, 2, exp_avg=torch.ones(3))
+    yield "'exp_avg_sq' of parameter 0 does not match", lambda saved: with_state(saved, 0, exp_avg_sq=torch.ones(()))
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -371,45 +383,45 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 @ranks(1, 2, 3)
 def test_invalid_state_dict_is_rejected_on_all_ranks(ctx: RankContext) -> None:
-    twins = make_trained_twins(partial(Twins, Adam, lr=0.1, handed=two_groups))
-    good = Twins(Adam, lr=0.9, handed=two_groups)
-    good.train(3)
-    saved = good.plain.state_dict()
-    for message, spoil in invalid_state_dicts():
-        spoiled = spoil(copy.deepcopy(saved))
-        for culprit in range(ctx.world_size):
+    parity = make_trained_run(partial(ParityRun, Adam, lr=0.1, get_params=two_groups))
+    valid_run = ParityRun(Adam, lr=0.9, get_params=two_groups)
+    valid_run.train(3)
+    saved = valid_run.plain.state_dict()
+    for message, make_invalid in invalid_state_dicts():
+        invalid = make_invalid(copy.deepcopy(saved))
+        for failing_rank in range(ctx.world_size):
             with pytest.raises(CheckpointError, match=message):
-                twins.zero.load_state_dict(spoiled)
-            mine = ctx.rank == culprit
-            with pytest.raises(CheckpointError if mine else RankFailedError, match=message) as caught:
-                twins.zero.load_state_dict(spoiled if mine else saved)
-            assert mine or f"rank {culprit}" in str(caught.value)
-        assert_full_state_matches(twins)
-        twins.train(1)
-    twins.zero.load_state_dict(saved)  # still possible
+                parity.zero.load_state_dict(invalid)
+            is_failing_rank = ctx.rank == failing_rank
+            with pytest.raises(CheckpointError if is_failing_rank else RankFailedError, match=message) as caught:
+                parity.zero.load_state_dict(invalid if is_failing_rank else saved)
+            assert is_failing_rank or f"rank {failing_rank}" in str(caught.value)
+        assert_full_state_matches(parity)
+        parity.train(1)
+    parity.zero.load_state_dict(saved)  # a valid dict still loads
 
 
 @ranks(2, 3)
 def test_different_state_dicts_are_a_mismatch_and_change_nothing(ctx: RankContext) -> None:
-    twins = make_trained_twins(partial(Twins, Adam, lr=0.1))
-    saved = copy.deepcopy(twins.plain.state_dict())
+    parity = make_trained_run(partial(ParityRun, Adam, lr=0.1))
+    saved = copy.deepcopy(parity.plain.state_dict())
     changes: list[tuple[str, Callable[[StateDict], object]]] = [
         ("lr=0.2", lambda saved: saved["param_groups"][0].update(lr=0.2)),
         ("parameter 3", lambda saved: saved["state"].pop(3)),
         ("parameter 4.*mine", lambda saved: saved["state"][4].update(mine=3)),
         ("parameter 5.*bfloat16", lambda saved: saved["state"][5].update(exp_avg=torch.ones(2).bfloat16())),
     ]
-    for what, change in changes:
-        spoiled = copy.deepcopy(saved)
-        change(spoiled)
-        with pytest.raises(RankMismatchError, match=f"load_state_dict.*ranks? 0(, 2)?: (?=.*{what}).*rank 1: "):
-            twins.zero.load_state_dict(spoiled if ctx.rank == 1 else saved)
-        assert_full_state_matches(twins)
-        twins.train(1)
+    for difference, change in changes:
+        changed = copy.deepcopy(saved)
+        change(changed)
+        with pytest.raises(RankMismatchError, match=f"load_state_dict.*ranks? 0(, 2)?: (?=.*{difference}).*rank 1: "):
+            parity.zero.load_state_dict(changed if ctx.rank == 1 else saved)
+        assert_full_state_matches(parity)
+        parity.train(1)
 
 
 class FailsInSetState(Adam):
-    """Refuses state when told so, after it has taken it over."""
+    """Raises if `should_fail` is set, after it has taken over the state."""
 
     should_fail = False
 
@@ -422,22 +434,22 @@ class FailsInSetState(Adam):
 
 @ranks(1, 2, 3)
 def test_failed_load_on_one_rank_is_rolled_back_on_all(ctx: RankContext) -> None:
-    twins = make_trained_twins(partial(Twins, FailsInSetState, lr=0.1))
-    other = make_trained_twins(partial(Twins, FailsInSetState, lr=0.7), steps=3).plain.state_dict()
-    for culprit in range(ctx.world_size):
-        inner = twins.zero.optim
+    parity = make_trained_run(partial(ParityRun, FailsInSetState, lr=0.1))
+    other = make_trained_run(partial(ParityRun, FailsInSetState, lr=0.7), steps=3).plain.state_dict()
+    for failing_rank in range(ctx.world_size):
+        inner = parity.zero.optim
         assert isinstance(inner, FailsInSetState)
-        inner.should_fail = ctx.rank == culprit
+        inner.should_fail = ctx.rank == failing_rank
         with pytest.raises(LookupError if inner.should_fail else RankFailedError, match="not to my taste"):
-            twins.zero.load_state_dict(other)
+            parity.zero.load_state_dict(other)
         inner.should_fail = False
         assert not hasattr(inner, "marked")
-        assert_full_state_matches(twins)
-        twins.train(1)
+        assert_full_state_matches(parity)
+        parity.train(1)
 
 
 class ExtendsStateDict(SGD):
-    """Adds to its state dict, and wants it back."""
+    """Adds an entry to its state dict, and requires it when loading."""
 
     extra = 0
 
@@ -451,18 +463,18 @@ class ExtendsStateDict(SGD):
 
 @ranks(1, 2, 3)
 def test_extra_state_dict_entries_reach_the_inner_optimizer(ctx: RankContext) -> None:
-    twins = make_trained_twins(partial(Twins, ExtendsStateDict, lr=0.1, momentum=0.9))
-    assert isinstance(twins.zero.optim, ExtendsStateDict)
-    twins.zero.optim.extra = twins.plain.extra = 7  # type: ignore[attr-defined]
-    assert_full_state_matches(twins)
-    assert_loads_like_torch(twins, twins.plain.state_dict())
-    assert twins.zero.optim.extra == 8
+    parity = make_trained_run(partial(ParityRun, ExtendsStateDict, lr=0.1, momentum=0.9))
+    assert isinstance(parity.zero.optim, ExtendsStateDict)
+    parity.zero.optim.extra = parity.plain.extra = 7  # type: ignore[attr-defined]
+    assert_full_state_matches(parity)
+    assert_loads_like_torch(parity, parity.plain.state_dict())
+    assert parity.zero.optim.extra == 8
 
 
 @ranks(1, 2)
 def test_load_hooks_fire_once_and_may_replace_the_dict(ctx: RankContext) -> None:
-    twins = make_trained_twins(partial(Twins, Adam, lr=0.1))
-    other = make_trained_twins(partial(Twins, Adam, lr=0.5)).plain.state_dict()
+    parity = make_trained_run(partial(ParityRun, Adam, lr=0.1))
+    other = make_trained_run(partial(ParityRun, Adam, lr=0.5)).plain.state_dict()
     calls: list[str] = []
 
     def before(optimizer: Optimizer, saved: StateDict) -> StateDict:
@@ -473,40 +485,51 @@ def test_load_hooks_fire_once_and_may_replace_the_dict(ctx: RankContext) -> None
     def after(optimizer: Optimizer) -> None:
         calls.append(f"after, lr={optimizer.param_groups[0]['lr']}")
 
-    kept = copy.deepcopy(other)
-    for optimizer in (twins.zero, twins.plain):
+    original = copy.deepcopy(other)
+    for optimizer in (parity.zero, parity.plain):
         optimizer.register_load_state_dict_pre_hook(lambda *_: calls.append("first"))
         optimizer.register_load_state_dict_pre_hook(before)
         optimizer.register_load_state_dict_post_hook(after)
         calls.clear()
         optimizer.load_state_dict(other)
         assert calls == ["first", "before", "after, lr=1.5"]
-    assert_same(other, kept)
-    assert_full_state_matches(twins)
-    twins.train(2)
+    assert_same(other, original)
+    assert_full_state_matches(parity)
+    parity.train(2)
 
 
 @ranks(1, 2)
 def test_load_discards_the_consolidated_state_dict(ctx: RankContext) -> None:
-    twins = make_trained_twins(partial(Twins, Adam))
-    saved = twins.plain.state_dict()
-    twins.zero.consolidate_state_dict()
-    twins.zero.load_state_dict(saved)
+    parity = make_trained_run(partial(ParityRun, Adam))
+    saved = parity.plain.state_dict()
+    parity.zero.consolidate_state_dict()
+    parity.zero.load_state_dict(saved)
     with pytest.raises(RuntimeError, match="consolidate_state_dict"):
-        twins.zero.state_dict()
+        parity.zero.state_dict()
 
 
 @ranks(1, 2)
 def test_default_device_has_no_effect(ctx: RankContext) -> None:
     with torch.device("meta"):
-        twins = Twins(SGD, lr=0.1, momentum=0.9, model=lambda: small_model().to_empty(device="cpu"))
-    twins.model.load_state_dict(small_model().state_dict())
-    twins.plain_model.load_state_dict(small_model().state_dict())
-    twins.train(1)
+        parity = ParityRun(SGD, lr=0.1, momentum=0.9, model=lambda: small_model().to_empty(device="cpu"))
+    parity.model.load_state_dict(small_model().state_dict())
+    parity.plain_model.load_state_dict(small_model().state_dict())
+    parity.train(1)
     with torch.device("meta"):
-        saved = broadcast_object(twins.zero.full_state_dict(), 0)
-        twins.zero.load_state_dict(saved)
-        found = twins.zero.full_state_dict()
+        saved = broadcast_object(parity.zero.full_state_dict(), 0)
+        parity.zero.load_state_dict(saved)
+        found = parity.zero.full_state_dict()
     if found is not None:
-        assert_same(found, twins.plain.state_dict())
-    twins.train(1)
+        assert_same(found, parity.plain.state_dict())
+    parity.train(1)
+
+
+@ranks(2)
+def test_state_of_another_class_is_named(ctx: RankContext) -> None:
+    model = small_model()
+    plain = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    set_grads(model.parameters(), 0)
+    plain.step()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW)
+    with pytest.raises(CheckpointError, match=r"another optimizer class than AdamW.*momentum.*but not betas"):
+        optimizer.load_state_dict(plain.state_dict())

@@ -1,4 +1,4 @@
-"""The log: quiet unless somebody listens, and then in one way."""
+"""Logging: only errors are printed by default, and records of all ranks have the same form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.support import RankContext, ranks
-from tests.support.oracles import ADAMW, ZERO2, mlp, regression, seeded
+from tests.support.oracles import ADAMW, ZERO2, make_seeded, mlp, regression
 from zeroshard import ZeroRedundancyOptimizer, checkpoint, shard
 from zeroshard._logging import log_rank
 
@@ -37,15 +37,15 @@ SCRIPT = """if True:
 
 
 def run_and_capture_stderr(folder: Path, *, setup: str = "", should_fail: bool = False) -> str:
-    """What such a job writes to stderr."""
+    """Run a job with these settings and return its stderr."""
     code = SCRIPT.replace("SETUP", setup).replace("FOLDER", repr(str(folder))).replace("FAILS", str(should_fail))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == ""
-    return done.stderr
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert completed.stdout == ""
+    return completed.stderr
 
 
 def test_unconfigured_logging_prints_errors_only(tmp_path: Path) -> None:
-    """They may be the last thing that a process says. Whoever wants less has a handler."""
+    """An error may be the last output of a process. A handler can silence it."""
     assert (
         run_and_capture_stderr(tmp_path / "plain", should_fail=True)
         == f"rank 0: the closure failed: {ZeroDivisionError('division by zero')!r}\n"
@@ -77,45 +77,49 @@ class RecordingHandler(logging.Handler):
 
 @contextmanager
 def capture_logs(level: int) -> Iterator[RecordingHandler]:
-    logger, kept = logging.getLogger("zeroshard"), RecordingHandler()
-    before = logger.level
-    logger.addHandler(kept)
+    logger, handler = logging.getLogger("zeroshard"), RecordingHandler()
+    level_before = logger.level
+    logger.addHandler(handler)
     logger.setLevel(level)
     try:
-        yield kept
+        yield handler
     finally:
-        logger.setLevel(before)
-        logger.removeHandler(kept)
+        logger.setLevel(level_before)
+        logger.removeHandler(handler)
 
 
 @ranks(1, 2)
 def test_rank_0_logs_each_optimizer_once(ctx: RankContext) -> None:
-    with capture_logs(logging.INFO) as kept:
-        model = seeded(mlp, 0)
+    with capture_logs(logging.INFO) as logs:
+        model = make_seeded(mlp, 0)
         optimizer = shard(model, torch.optim.AdamW, config=ZERO2, **ADAMW)
         torch.autograd.backward(regression(model, 0))
         optimizer.step()
-        ZeroRedundancyOptimizer(seeded(mlp, 0).parameters(), torch.optim.SGD, lr=0.1)
-    assert [record.levelname for record in kept.records] == (["INFO"] * 2 if ctx.rank == 0 else [])
-    assert all(f"shared by {ctx.world_size} ranks" in text for text in kept.messages)
+        ZeroRedundancyOptimizer(make_seeded(mlp, 0).parameters(), torch.optim.SGD, lr=0.1)
+    assert [record.levelname for record in logs.records] == (["INFO"] * 2 if ctx.rank == 0 else [])
+    assert all(f"shared by {ctx.world_size} ranks" in message for message in logs.messages)
 
 
 @ranks(1, 2)
 def test_debug_records_name_their_rank(ctx: RankContext, tmp_path: Path) -> None:
     folder = ctx.gather(str(tmp_path))[0]
-    with capture_logs(logging.DEBUG) as kept:
-        model = seeded(mlp, 0)
+    with capture_logs(logging.DEBUG) as logs:
+        model = make_seeded(mlp, 0)
         optimizer = shard(model, torch.optim.AdamW, config=ZERO2, **ADAMW)
         torch.autograd.backward(regression(model, 0))
         optimizer.step()
         checkpoint.save(folder, step=3, model=model, optimizer=optimizer)
         checkpoint.load(folder, model=model, optimizer=optimizer)
-    assert {vars(record)["rank"] for record in kept.records} == {ctx.rank}
-    assert all(text.startswith(f"rank {ctx.rank}: ") for text in kept.messages)
-    assert sum(" owns " in text for text in kept.messages) == len(optimizer.layout.buckets)
-    assert sum("saved " in text for text in kept.messages) == sum("loaded " in text for text in kept.messages) == 1
-    agreed = [text for text in kept.messages if "all ranks are in step 1" in text]
-    assert len(agreed) == (ctx.world_size > 1)
+    assert {vars(record)["rank"] for record in logs.records} == {ctx.rank}
+    assert all(message.startswith(f"rank {ctx.rank}: ") for message in logs.messages)
+    assert sum(" owns " in message for message in logs.messages) == len(optimizer.layout.buckets)
+    assert (
+        sum("saved " in message for message in logs.messages)
+        == sum("loaded " in message for message in logs.messages)
+        == 1
+    )
+    consensus_messages = [message for message in logs.messages if "all ranks are in step 1" in message]
+    assert len(consensus_messages) == (ctx.world_size > 1)
 
 
 def test_record_points_to_the_caller(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Master weights: parameters of half precision are the rounded image of float32 ones that a plain optimizer updates."""
+"""Master weights: half-precision parameters equal rounded float32 weights that a plain optimizer updates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from tests.support import RankContext, ranks
-from tests.support.oracles import TINY, WIDTH, assert_same, average, batch, from_all_ranks, mlp, set_grads
+from tests.support.oracles import TINY, WIDTH, assert_same, average, batch, gather_from_all_ranks, mlp, set_grads
 from tests.support.tiers import sampled
 from zeroshard import FlatShards, ZeroConfig, ZeroRedundancyOptimizer, shard
 
@@ -28,7 +28,7 @@ INNER_OPTIMIZERS: list[tuple[type[optim.Optimizer], Options]] = [
     (optim.SGD, {"lr": 1e-3, "foreach": True}),
     (optim.SGD, {"lr": 1e-3, "momentum": 0.9, "foreach": True}),
 ]
-"""Steps so small that most of them would vanish in the rounding."""
+"""Learning rates so small that most updates would be lost to rounding."""
 
 
 def make_half_mlp(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
@@ -37,18 +37,18 @@ def make_half_mlp(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
 
 
 class MasterWeightsOracle:
-    """A float32 model that the plain optimizer updates with averaged gradients, and its rounded image."""
+    """float32 weights that the plain optimizer updates with averaged gradients, and a model with rounded weights."""
 
     def __init__(self, model: nn.Module, factory: Callable[..., optim.Optimizer], options: Options) -> None:
         self.rounded_model = copy.deepcopy(model)
-        self.masters = [nn.Parameter(p.detach().to(master_dtype_for(p.dtype))) for p in model.parameters()]
+        self.masters = [nn.Parameter(param.detach().to(master_dtype_for(param.dtype))) for param in model.parameters()]
         self.plain = factory(self.masters, **copy.deepcopy(options))
 
     def step(self, loss: Callable[[nn.Module], Tensor]) -> None:
         torch.autograd.backward(loss(self.rounded_model))
         for param, master in zip(self.rounded_model.parameters(), self.masters, strict=True):
             assert param.grad is not None
-            master.grad = average(from_all_ranks(param.grad)).to(master.dtype)
+            master.grad = average(gather_from_all_ranks(param.grad)).to(master.dtype)
             param.grad = None
         self.plain.step()
         with torch.no_grad():
@@ -70,11 +70,11 @@ def loss_for_step(step: int) -> Callable[[nn.Module], Tensor]:
 
 
 class Run:
-    """A sharded model, and what it must be equal to after each step."""
+    """A sharded model, and the oracle that it must equal after each step."""
 
-    def __init__(self, model: nn.Module, config: ZeroConfig, inner: tuple[Any, Options], **more: Any) -> None:
+    def __init__(self, model: nn.Module, config: ZeroConfig, inner: tuple[Any, Options], **group_options: Any) -> None:
         self.model = model
-        self.zero = shard(model, inner[0], config=config, **more, **inner[1])
+        self.zero = shard(model, inner[0], config=config, **group_options, **inner[1])
         self.oracle = MasterWeightsOracle(model, *inner)
         self.steps = 0
 
@@ -90,7 +90,7 @@ class Run:
             )
 
     def check_state(self) -> None:
-        """The consolidated state is that of the float32 optimizer, and has the masters."""
+        """Check that the consolidated state equals that of the float32 optimizer, and contains the master weights."""
         found = self.zero.full_state_dict()
         if found is not None:
             masters = {index: state.pop("master_weights") for index, state in found["state"].items()}
@@ -101,8 +101,8 @@ class Run:
 
 @ranks(1, 2, 3, 4)
 def test_update_is_rounded_once(ctx: RankContext) -> None:
-    kinds = (torch.bfloat16, torch.float16, torch.bfloat16)
-    for config, inner, dtype in zip(CONFIGS, INNER_OPTIMIZERS, kinds, strict=True):
+    dtypes = (torch.bfloat16, torch.float16, torch.bfloat16)
+    for config, inner, dtype in zip(CONFIGS, INNER_OPTIMIZERS, dtypes, strict=True):
         run = Run(make_half_mlp(dtype), config, inner)
         run.train(4)
         run.check_state()
@@ -111,11 +111,11 @@ def test_update_is_rounded_once(ctx: RankContext) -> None:
 @ranks(1, 2, 3)
 def test_drop_in_with_master_weights(ctx: RankContext) -> None:
     for factory, options in INNER_OPTIMIZERS:
-        model, image = make_half_mlp(), make_half_mlp()
+        model, reference = make_half_mlp(), make_half_mlp()
         zero = ZeroRedundancyOptimizer(
             model.parameters(), factory, config=ZeroConfig(partition=TINY, master_dtype=MASTER_WEIGHTS), **options
         )
-        masters = [nn.Parameter(param.detach().float()) for param in image.parameters()]
+        masters = [nn.Parameter(param.detach().float()) for param in reference.parameters()]
         plain = factory(masters, **options)
         for step in range(4):
             set_grads(model.parameters(), step)
@@ -124,19 +124,21 @@ def test_drop_in_with_master_weights(ctx: RankContext) -> None:
                 master.grad = param.grad.float()
             zero.step()
             plain.step()
-            assert_same([p.detach() for p in model.parameters()], [m.detach().bfloat16() for m in masters])
+            assert_same(
+                [param.detach() for param in model.parameters()], [master.detach().bfloat16() for master in masters]
+            )
 
 
 @ranks(2, 3)
 def test_master_weights_are_sharded(ctx: RankContext) -> None:
     run = Run(nn.Sequential(nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)).bfloat16(), CONFIGS[2], INNER_OPTIMIZERS[0])
     run.train(1)
-    owned = [value for group in run.zero.optim.param_groups for value in group["params"]]
-    state = [value for it in run.zero.optim.state.values() for value in it.values() if value.dim()]
+    owned = [param for group in run.zero.optim.param_groups for param in group["params"]]
+    state = [value for param_state in run.zero.optim.state.values() for value in param_state.values() if value.dim()]
     assert {value.dtype for value in owned + state} == {torch.float32}
-    everything = sum(param.numel() for param in run.model.parameters())
-    assert sum(ctx.gather(sum(value.numel() for value in owned))) == everything
-    assert max(ctx.gather(sum(value.numel() for value in state))) <= 2 * (everything / ctx.world_size + 1)
+    total_numel = sum(param.numel() for param in run.model.parameters())
+    assert sum(ctx.gather(sum(param.numel() for param in owned))) == total_numel
+    assert max(ctx.gather(sum(value.numel() for value in state))) <= 2 * (total_numel / ctx.world_size + 1)
 
 
 class MixedPrecisionModel(nn.Module):
@@ -159,38 +161,38 @@ def test_only_low_precision_params_have_master_weights(ctx: RankContext) -> None
         assert [i for i, state in found["state"].items() if "master_weights" in state] == [0, 1]
 
 
-# ---- saved and restored
+# ---- State dicts and resuming
 
 
 def resume_run(run: Run, saved: Any, inner: tuple[Any, Options], config: ZeroConfig, *, model_first: bool) -> Run:
-    """A new run that goes on where another was saved, beside the oracle that was never interrupted."""
+    """A new run that resumes from the saved state of `run`, next to the oracle that was never interrupted."""
     torch.manual_seed(9)
-    again = Run(mlp().to(torch.bfloat16), config, inner)
+    resumed = Run(mlp().to(torch.bfloat16), config, inner)
     if model_first:
-        again.model.load_state_dict(run.model.state_dict())
-    again.zero.load_state_dict(saved)
+        resumed.model.load_state_dict(run.model.state_dict())
+    resumed.zero.load_state_dict(saved)
     if not model_first:
-        again.model.load_state_dict(run.model.state_dict())
-    again.oracle, again.steps = run.oracle, run.steps
-    return again
+        resumed.model.load_state_dict(run.model.state_dict())
+    resumed.oracle, resumed.steps = run.oracle, run.steps
+    return resumed
 
 
 @ranks(1, 2, 3, 4)
 @sampled("model_first", [True, False])
 def test_resumes_bitwise(ctx: RankContext, model_first: bool) -> None:
-    for inner, config, other in zip(INNER_OPTIMIZERS[:2], CONFIGS, CONFIGS[1:], strict=False):
+    for inner, config, other_config in zip(INNER_OPTIMIZERS[:2], CONFIGS, CONFIGS[1:], strict=False):
         run = Run(make_half_mlp(), config, inner)
         run.train(3)
         saved = ctx.gather(run.zero.full_state_dict())[0]
-        again = resume_run(run, saved, inner, other, model_first=model_first)
-        again.train(3)
-        again.check_state()
+        resumed = resume_run(run, saved, inner, other_config, model_first=model_first)
+        resumed.train(3)
+        resumed.check_state()
 
 
 @ranks(4)
 def test_resumes_at_another_world_size(ctx: RankContext, tmp_path: Path) -> None:
-    """From 4 ranks to 2. Gradients are equal on all ranks, and halves and quarters of them are exact."""
-    pair = dist.new_group([0, 1])
+    """From 4 ranks to 2. Gradients are equal on all ranks, so averages over 2 and 4 ranks are exact."""
+    subgroup = dist.new_group([0, 1])
 
     def train(model: nn.Module, zero: Any, first: int) -> None:
         for step in range(first, first + 3):
@@ -198,11 +200,11 @@ def test_resumes_at_another_world_size(ctx: RankContext, tmp_path: Path) -> None
             zero.step()
             zero.zero_grad()
 
-    def make(**more: Any) -> tuple[nn.Module, Any]:
+    def make_run(**group_options: Any) -> tuple[nn.Module, Any]:
         model = make_half_mlp()
-        return model, shard(model, optim.AdamW, foreach=True, config=CONFIGS[0], **more)
+        return model, shard(model, optim.AdamW, foreach=True, config=CONFIGS[0], **group_options)
 
-    model, zero = make()
+    model, zero = make_run()
     train(model, zero, 0)
     saved = zero.full_state_dict()
     if saved is not None:
@@ -210,28 +212,28 @@ def test_resumes_at_another_world_size(ctx: RankContext, tmp_path: Path) -> None
     dist.barrier()
     train(model, zero, 3)
     if ctx.rank < 2:
-        again, zero_again = make(process_group=pair)
+        resumed_model, resumed_zero = make_run(process_group=subgroup)
         weights, state = torch.load(tmp_path / "saved", weights_only=True)
-        zero_again.load_state_dict(state)
-        again.load_state_dict(weights)
-        train(again, zero_again, 3)
-        assert_same(again.state_dict(), model.state_dict())
+        resumed_zero.load_state_dict(state)
+        resumed_model.load_state_dict(weights)
+        train(resumed_model, resumed_zero, 3)
+        assert_same(resumed_model.state_dict(), model.state_dict())
 
 
 @ranks(1, 2, 3)
 def test_param_edits_are_copied_to_master_weights(ctx: RankContext) -> None:
-    """As if the master had been set to the new value; those that were not changed keep their digits."""
+    """An edit sets the master weight to the new value; master weights of unchanged parameters keep full precision."""
     run = Run(make_half_mlp(), CONFIGS[0], INNER_OPTIMIZERS[0])
     run.train(3)
-    other = [torch.full_like(param, 0.3) for param in run.model.parameters()]
+    new_values = [torch.full_like(param, 0.3) for param in run.model.parameters()]
     with torch.no_grad():
-        for place in (0, 3):
+        for index in (0, 3):
             for target in (
                 list(run.model.parameters()),
                 list(run.oracle.rounded_model.parameters()),
                 run.oracle.masters,
             ):
-                target[place].copy_(other[place])
+                target[index].copy_(new_values[index])
     run.train(3)
     run.check_state()
 
@@ -253,7 +255,7 @@ def test_loaded_model_is_copied_to_master_weights(ctx: RankContext) -> None:
 
 @ranks(1, 2, 3)
 def test_state_without_master_weights_starts_from_params(ctx: RankContext) -> None:
-    """That of an optimizer that had none."""
+    """The loaded state is that of an optimizer without master weights."""
     run = Run(make_half_mlp(), CONFIGS[0], INNER_OPTIMIZERS[0])
     run.oracle.step(loss_for_step(0))
     run.oracle.step(loss_for_step(1))

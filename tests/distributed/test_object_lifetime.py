@@ -1,4 +1,4 @@
-"""Nobody but the user keeps an optimizer alive, and copies of a model contain nothing of ours: in every mode."""
+"""Only the user keeps an optimizer alive, and copies of a model contain no zeroshard objects: in every mode."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,10 +19,11 @@ from torch import nn
 
 from tests.recorded.modes import MODES, Training, compute_loss
 from tests.support import RankContext, ranks
+from zeroshard import NonFiniteGrads, ZeroConfig, ZeroRedundancyOptimizer, shard
 
 STEPS = 4
 KEPT_ALIVE_BY_DDP = ("overlap hook", "overlap hook, interleaved")
-"""The hook makes all steps, so a script need not keep the optimizer."""
+"""The hook makes all steps, so a script does not need to keep the optimizer."""
 two_rank_modes = pytest.mark.parametrize("name", [name for name in MODES if 2 in MODES[name].world_sizes])
 
 
@@ -36,30 +38,30 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def make_weak_refs(training: Training) -> list[weakref.ref[Any]]:
-    """The optimizer and all tensors of its state."""
-    state = [value for entry in training.optimizer.state.values() for value in entry.values()]
-    return [weakref.ref(it) for it in [training.optimizer, *state] if not isinstance(it, (int, float))]
+    """Weak references to the optimizer and all tensors of its state."""
+    state = [value for param_state in training.optimizer.state.values() for value in param_state.values()]
+    return [weakref.ref(value) for value in [training.optimizer, *state] if not isinstance(value, (int, float))]
 
 
 def check_optimizer_is_freed(name: str) -> None:
     with no_garbage_collection(), MODES[name].training() as training:
         training.train(STEPS)
         training.values()
-        watched, model, net = make_weak_refs(training), training.model, training.net
+        refs, model, net = make_weak_refs(training), training.model, training.net
         del training
-        assert len(watched) > 1
+        assert len(refs) > 1
         if name in KEPT_ALIVE_BY_DDP:
-            assert all(it() is not None for it in watched)
+            assert all(ref() is not None for ref in refs)
             del net
-        assert [it() for it in watched] == [None] * len(watched)
-        torch.autograd.backward(compute_loss(model, STEPS))  # what is left on the model harms nobody
+        assert [ref() for ref in refs] == [None] * len(refs)
+        torch.autograd.backward(compute_loss(model, STEPS))  # hooks left on the model have no effect
         assert all((param.grad is None) == (key == "unused") for key, param in model.named_parameters())
 
 
 @ranks(2)
 @two_rank_modes
 def test_dropping_the_last_reference_frees_the_optimizer(ctx: RankContext, name: str) -> None:
-    """And not when the garbage collector runs, which is at another time on each rank."""
+    """The garbage collector, which runs at a different time on each rank, is not needed."""
     check_optimizer_is_freed(name)
 
 
@@ -70,7 +72,7 @@ def test_dropping_the_last_reference_frees_a_hybrid_optimizer(ctx: RankContext) 
 
 
 class NoZeroshardUnpickler(pickle.Unpickler):
-    """Refuses classes and functions of ours."""
+    """Rejects classes and functions of zeroshard."""
 
     def find_class(self, module: str, name: str) -> Any:
         assert not module.startswith("zeroshard"), f"{module}.{name} is in the pickle"
@@ -78,29 +80,29 @@ class NoZeroshardUnpickler(pickle.Unpickler):
 
 
 def assert_no_zeroshard_objects(value: object) -> None:
-    """In all that can be reached from it through instances."""
-    seen, waiting = {id(value)}, [value]
-    while waiting:
-        found = waiting.pop()
-        assert not type(found).__module__.startswith("zeroshard"), found
-        for it in gc.get_referents(found):
-            is_shared = isinstance(it, (type, ModuleType, FunctionType, BuiltinFunctionType))
-            if id(it) not in seen and not is_shared:
-                seen.add(id(it))
-                waiting.append(it)
+    """Check all objects that are reachable from `value` through instances."""
+    seen_ids, pending = {id(value)}, [value]
+    while pending:
+        current = pending.pop()
+        assert not type(current).__module__.startswith("zeroshard"), current
+        for referent in gc.get_referents(current):
+            is_shared = isinstance(referent, (type, ModuleType, FunctionType, BuiltinFunctionType))
+            if id(referent) not in seen_ids and not is_shared:
+                seen_ids.add(id(referent))
+                pending.append(referent)
 
 
 def check_copies(model: nn.Module) -> None:
-    copied = copy.deepcopy(model)  # before anything else waits for parameters in flight
+    copied = copy.deepcopy(model)  # must come first: parameters are still in flight
     expected = {key: value.clone() for key, value in model.state_dict().items()}
     restored = NoZeroshardUnpickler(io.BytesIO(pickle.dumps(model))).load()
     NoZeroshardUnpickler(io.BytesIO(pickle.dumps(copied))).load()
-    for it in (copied, restored):
-        assert_no_zeroshard_objects(it)
-        assert all(torch.equal(value, expected[key]) for key, value in it.state_dict().items())
-        torch.autograd.backward(compute_loss(it, 0))
-        it.zero_grad()
-        assert all(param.grad is None for param in it.parameters())
+    for model_copy in (copied, restored):
+        assert_no_zeroshard_objects(model_copy)
+        assert all(torch.equal(value, expected[key]) for key, value in model_copy.state_dict().items())
+        torch.autograd.backward(compute_loss(model_copy, 0))
+        model_copy.zero_grad()
+        assert all(param.grad is None for param in model_copy.parameters())
 
 
 def check_model_copies(name: str) -> None:
@@ -114,10 +116,10 @@ def check_model_copies(name: str) -> None:
             with pytest.raises(AssertionError):
                 assert_no_zeroshard_objects(training.model)
             training.optimizer.zero_grad()
-            again = MODES[name].build(training.model)
-            with pytest.raises(RuntimeError, match="another optimizer was made by shard"):
+            second = MODES[name].build(training.model)
+            with pytest.raises(RuntimeError, match=r"a later shard\(\) call took over parameters of this optimizer"):
                 training.optimizer.step()
-            again.train(1)
+            second.train(1)
             check_copies(training.model)
 
 
@@ -131,3 +133,28 @@ def test_model_copies_contain_no_zeroshard_objects(ctx: RankContext, name: str) 
 @ranks(4)
 def test_hybrid_model_copies_contain_no_zeroshard_objects(ctx: RankContext) -> None:
     check_model_copies("hybrid")
+
+
+@ranks(2)
+@pytest.mark.parametrize("use_shard", [False, True])
+def test_a_skipped_step_frees_its_closure(ctx: RankContext, use_shard: bool) -> None:
+    model = nn.Linear(3, 2)
+    config = ZeroConfig(nonfinite=NonFiniteGrads("skip"))
+    optimizer = (
+        shard(model, torch.optim.SGD, lr=0.1, config=config)
+        if use_shard
+        else ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, config=config)
+    )
+
+    def closure() -> torch.Tensor:
+        loss: torch.Tensor = model(torch.ones(1, 3)).sum() * float("inf")
+        torch.autograd.backward(loss)
+        return loss.detach()
+
+    closure_ref = weakref.ref(closure)
+    with no_garbage_collection(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer.step(closure)
+        assert optimizer.nonfinite.skipped == 1
+        del closure
+        assert closure_ref() is None

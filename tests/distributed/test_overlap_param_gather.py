@@ -1,5 +1,4 @@
-"""`overlap_param_gather=True`: parameters are under way after a step, and whoever looks at the model sees the final "
-"ones."""
+"""`overlap_param_gather=True`: parameters are in flight after a step, and every read of the model sees final values."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.support import RankContext, ranks
-from tests.support.oracles import TINY, Branches, Pair, assert_same, mlp, through_branches
+from tests.support.oracles import TINY, Branches, ShardParityRun, assert_same, branches_loss, mlp
 from zeroshard import (
     ConfigError,
     FlatShards,
@@ -30,14 +29,15 @@ from zeroshard import (
     ZeroRedundancyOptimizer,
     shard,
 )
+from zeroshard.engine.param_sync import ParamAllGather
 
 HIDDEN_SIZE = 700
 ONE_BUCKET_PER_LAYER = FlatShards(bucket_bytes=2**20)
-"""A bucket for each layer of `large`."""
+"""One bucket per layer of `make_large_model`."""
 
 
 def make_large_model() -> nn.Sequential:
-    """Its parameters take much longer to arrive than it takes to look at them."""
+    """A model whose parameters take much longer to arrive than to read."""
     torch.manual_seed(0)
     layers = [nn.Linear(HIDDEN_SIZE, HIDDEN_SIZE) for _ in range(4)]
     return nn.Sequential(nn.Linear(1, HIDDEN_SIZE), *layers, nn.Linear(HIDDEN_SIZE, 1))
@@ -47,13 +47,14 @@ def make_inputs(seed: int) -> Tensor:
     return torch.randn(2, 1, generator=torch.Generator().manual_seed(seed))
 
 
-class OverlapPair:
-    """A model whose parameters arrive late, and one whose parameters do not."""
+class OverlapGatherParityRun:
+    """A model with overlapped parameter all-gather, and one with blocking all-gather."""
 
-    def __init__(self, make: Callable[[], nn.Module] = make_large_model, **options: Any) -> None:
-        self.models = [make(), make()]
+    def __init__(self, make_model: Callable[[], nn.Module] = make_large_model, **options: Any) -> None:
+        self.models = [make_model(), make_model()]
         configs = [
-            ZeroConfig(partition=ONE_BUCKET_PER_LAYER, overlap_param_gather=late, **options) for late in (True, False)
+            ZeroConfig(partition=ONE_BUCKET_PER_LAYER, overlap_param_gather=is_overlapped, **options)
+            for is_overlapped in (True, False)
         ]
         self.overlapping, self.blocking = (
             shard(model, optim.SGD, lr=0.1, foreach=True, config=config)
@@ -61,16 +62,16 @@ class OverlapPair:
         )
         self.steps = 0
 
-    def compare(self, use: Callable[[Any], Any], name: str = "") -> None:
-        """Make a step and use the model at once; both uses must give the same."""
+    def compare(self, read: Callable[[Any], Any], name: str = "") -> None:
+        """Step both optimizers, read each model immediately, and check that both reads give the same."""
         for model in self.models:
             torch.autograd.backward(model(make_inputs(self.steps)).square().mean())
         self.steps += 1
         self.blocking.step()
-        expected = use(self.models[1])
+        expected = read(self.models[1])
         self.overlapping.step()
         assert self.has_params_in_flight
-        assert_same(use(self.models[0]), expected, name)
+        assert_same(read(self.models[0]), expected, name)
         for optimizer in (self.overlapping, self.blocking):
             optimizer.zero_grad()
 
@@ -80,12 +81,12 @@ class OverlapPair:
 
 
 def clone_in_reverse(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """What they are now; first those that arrive last."""
+    """Clone the current values, last parameters first, because these arrive last."""
     return [tensor.detach().clone() for tensor in reversed(list(tensors))]
 
 
 def read_by_averaging(model: nn.Module) -> list[Tensor]:
-    """The average of the new parameters and of zeros."""
+    """Average the new parameters with zeros."""
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))  # type: ignore[no-untyped-call]
     with torch.no_grad():
         for param in average.module.parameters():
@@ -120,7 +121,7 @@ def step_second_optimizer(model: nn.Module) -> list[Tensor]:
 
 
 SECOND_OPTIMIZERS: weakref.WeakKeyDictionary[nn.Module, optim.Optimizer] = weakref.WeakKeyDictionary()
-"""Another optimizer of a model, made before its parameters are under way."""
+"""Another optimizer of a model, created before its parameters are in flight."""
 
 READERS: dict[str, Callable[[Any], Any]] = {
     "parameters": lambda model: clone_in_reverse(model.parameters()),
@@ -144,7 +145,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
 
 @ranks(2, 3)
 def test_readers_see_the_final_values(ctx: RankContext) -> None:
-    overlapped = OverlapPair()
+    overlapped = OverlapGatherParityRun()
     SECOND_OPTIMIZERS.update({model: optim.SGD(model.parameters(), lr=0.01) for model in overlapped.models})
     for name, reader in READERS.items():
         overlapped.compare(reader, name)
@@ -158,7 +159,7 @@ def load_ones(model: nn.Module) -> list[Tensor]:
 
 
 def load_prepared(model: nn.Module) -> list[Tensor]:
-    """Without asking the model for anything before."""
+    """Load without reading the model before."""
     model.load_state_dict(PREPARED_STATE_DICT)
     OPTIMIZERS[model].wait_for_params()
     return clone_in_reverse(model.parameters())
@@ -170,8 +171,8 @@ PREPARED_STATE_DICT: dict[str, Tensor] = {}
 
 @ranks(2, 3)
 def test_loaded_params_are_not_overwritten_by_the_gather(ctx: RankContext) -> None:
-    """By parameters that arrive afterwards."""
-    overlapped = OverlapPair()
+    """Parameters that arrive after loading must not overwrite loaded values."""
+    overlapped = OverlapGatherParityRun()
     OPTIMIZERS.update(zip(overlapped.models, (overlapped.overlapping, overlapped.blocking), strict=True))
     PREPARED_STATE_DICT.update(
         {name: torch.full_like(value, 0.01) for name, value in overlapped.models[0].state_dict().items()}
@@ -194,8 +195,8 @@ def load_into_container(model: nn.Module) -> list[Tensor]:
 
 @ranks(2, 3)
 def test_container_modules_read_and_load_final_values(ctx: RankContext) -> None:
-    """Whoever holds the model, under whatever name, sees the same."""
-    overlapped = OverlapPair()
+    """Modules that contain the model, under any name, see the same values."""
+    overlapped = OverlapGatherParityRun()
     OPTIMIZERS.update(zip(overlapped.models, (overlapped.overlapping, overlapped.blocking), strict=True))
     PREPARED_STATE_DICT.update(
         {name: torch.full_like(value, 0.01) for name, value in overlapped.models[0].state_dict().items()}
@@ -210,26 +211,26 @@ def test_container_modules_read_and_load_final_values(ctx: RankContext) -> None:
 
 @ranks(2, 3)
 def test_wait_for_params(ctx: RankContext) -> None:
-    overlapped = OverlapPair()
-    by_hand = {model: list(model.parameters()) for model in overlapped.models}
+    overlapped = OverlapGatherParityRun()
+    params_by_model = {model: list(model.parameters()) for model in overlapped.models}
     OPTIMIZERS.update(zip(overlapped.models, (overlapped.overlapping, overlapped.blocking), strict=True))
 
     def wait_and_read(model: nn.Module) -> list[Tensor]:
         OPTIMIZERS[model].wait_for_params()
         assert not overlapped.has_params_in_flight
-        return clone_in_reverse(by_hand[model])
+        return clone_in_reverse(params_by_model[model])
 
     overlapped.compare(wait_and_read)
-    overlapped.overlapping.wait_for_params()  # for nothing
+    overlapped.overlapping.wait_for_params()  # nothing is in flight
 
 
 @ranks(1, 2, 3, 4)
 def test_training_equals_plain(ctx: RankContext) -> None:
-    pair = Pair(optim.AdamW, config=ZeroConfig(partition=TINY, overlap_param_gather=True))
-    pair.train(3)
-    pair.check_state()
+    parity = ShardParityRun(optim.AdamW, config=ZeroConfig(partition=TINY, overlap_param_gather=True))
+    parity.train(3)
+    parity.check_state()
     config = ZeroConfig(partition=TINY, overlap_param_gather=True)
-    Pair(optim.AdamW, make=Branches, loss=through_branches, find_unused=True, config=config).train(4)
+    ShardParityRun(optim.AdamW, make=Branches, loss=branches_loss, find_unused=True, config=config).train(4)
 
 
 def attribute_types(model: nn.Module) -> list[dict[str, type]]:
@@ -238,49 +239,51 @@ def attribute_types(model: nn.Module) -> list[dict[str, type]]:
 
 @ranks(2, 3)
 def test_forward_waits_only_for_the_layer_that_runs(ctx: RankContext) -> None:
-    """Each layer's forward pass leaves the later ones under way; once all have come, the model is as it was."""
-    overlapped = OverlapPair()
+    """Each layer's forward pass leaves the later ones in flight; once all have arrived, the model is unchanged."""
+    overlapped = OverlapGatherParityRun()
     model = cast(nn.Sequential, overlapped.models[0])
     before = attribute_types(model)
     torch.autograd.backward(model(make_inputs(0)).square().mean())
     overlapped.overlapping.step()
     assert overlapped.has_params_in_flight
-    sync = overlapped.overlapping._engine.param_sync
-    waiting: list[int] = []
-    handles = [layer.register_forward_hook(lambda *_: waiting.append(len(sync._in_flight))) for layer in model]
+    param_sync = cast(ParamAllGather, overlapped.overlapping._engine.param_sync)
+    num_in_flight: list[int] = []
+    handles = [
+        layer.register_forward_hook(lambda *_: num_in_flight.append(len(param_sync._in_flight))) for layer in model
+    ]
     model[0](make_inputs(1))
     model(make_inputs(1))
     for handle in handles:
         handle.remove()
-    first, again, *others = waiting
-    assert first == again > others[0] > others[1] > others[2] > others[3] == others[4] == 0
+    first, repeated, *others = num_in_flight
+    assert first == repeated > others[0] > others[1] > others[2] > others[3] == others[4] == 0
     assert attribute_types(model) == before
 
 
 @ranks(2, 3)
 def test_consecutive_steps_without_forward(ctx: RankContext) -> None:
-    """A step waits for the parameters of the one before, also when no forward pass came in between."""
-    overlapped = OverlapPair()
+    """A step waits for the parameters of the previous step, even without a forward pass in between."""
+    overlapped = OverlapGatherParityRun()
     for model in overlapped.models:
         torch.autograd.backward(model(make_inputs(0)).square().mean())
     for _ in range(3):
         for optimizer in (overlapped.overlapping, overlapped.blocking):
             optimizer.step()
-    late, prompt = (clone_in_reverse(model.parameters()) for model in overlapped.models)
-    assert_same(late, prompt)
+    overlapped_values, blocking_values = (clone_in_reverse(model.parameters()) for model in overlapped.models)
+    assert_same(overlapped_values, blocking_values)
 
 
 @ranks(2)
 def test_overlap_with_master_weights(ctx: RankContext) -> None:
-    overlapped = OverlapPair(lambda: make_large_model().to(torch.float32), master_dtype=torch.float64)
+    overlapped = OverlapGatherParityRun(lambda: make_large_model().to(torch.float32), master_dtype=torch.float64)
     for name in ("state_dict", "evaluation", "parameters"):
         overlapped.compare(READERS[name], name)
 
 
 @ranks(2, 3)
 def test_model_is_usable_after_dropping_the_optimizer(ctx: RankContext) -> None:
-    overlapped = OverlapPair()
-    late, prompt = overlapped.models
+    overlapped = OverlapGatherParityRun()
+    overlapped_model, blocking_model = overlapped.models
     for model in overlapped.models:
         torch.autograd.backward(model(make_inputs(0)).square().mean())
     overlapped.blocking.step()
@@ -289,17 +292,17 @@ def test_model_is_usable_after_dropping_the_optimizer(ctx: RankContext) -> None:
     dropped = [weakref.ref(overlapped.overlapping), weakref.ref(overlapped.blocking)]
     del overlapped
     gc.collect()
-    assert_same(late(make_inputs(1)), prompt(make_inputs(1)))
+    assert_same(overlapped_model(make_inputs(1)), blocking_model(make_inputs(1)))
     gc.collect()
     assert [ref() for ref in dropped] == [None, None]
-    for model in (late, prompt):
+    for model in (overlapped_model, blocking_model):
         model.zero_grad()
         torch.autograd.backward(model(make_inputs(2 + ctx.rank)).square().mean())
     plain = make_large_model()
-    plain.load_state_dict(late.state_dict())
+    plain.load_state_dict(overlapped_model.state_dict())
     torch.autograd.backward(plain(make_inputs(2 + ctx.rank)).square().mean())
-    for model in (late, prompt):  # gradients are this rank's own again
-        found, expected = ([param.grad for param in each.parameters()] for each in (model, plain))
+    for model in (overlapped_model, blocking_model):  # gradients are this rank's own again
+        found, expected = ([param.grad for param in module.parameters()] for module in (model, plain))
         assert_same(found, expected)
         assert_same(read_by_saving(model), read_by_saving(plain))
         model.to(torch.float64)
@@ -327,7 +330,7 @@ for path in sys.argv[1:]:
 
 @ranks(2)
 def test_saved_model_loads_without_zeroshard(ctx: RankContext, tmp_path: Path) -> None:
-    overlapped = OverlapPair()
+    overlapped = OverlapGatherParityRun()
     paths = [tmp_path / f"{ctx.rank} {name}" for name in ("late", "prompt")]
 
     def save(model: nn.Module) -> None:
@@ -347,7 +350,7 @@ def test_saved_model_loads_without_zeroshard(ctx: RankContext, tmp_path: Path) -
 
 @ranks(1, 2)
 def test_drop_in_rejects_overlap_param_gather(ctx: RankContext) -> None:
-    with pytest.raises(ConfigError, match=r"use zeroshard\.shard"):
+    with pytest.raises(ConfigError, match=r"overlap_param_gather=True needs the model\. Use zeroshard\.shard"):
         ZeroRedundancyOptimizer(
             mlp().parameters(), optim.SGD, lr=0.1, config=ZeroConfig(partition=TINY, overlap_param_gather=True)
         )

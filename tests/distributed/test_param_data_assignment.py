@@ -1,4 +1,4 @@
-"""Optimizers that assign to `param.data` train the model: their tensors are views of it, which an assignment ends."""
+"""Optimizers that assign to `param.data` train the model, although an assignment detaches their tensor from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.distributed.test_master_weights import MasterWeightsOracle, loss_for_
 from tests.distributed.test_offload import force_offload
 from tests.support import RankContext, ranks
 from tests.support.optimizers import Assigning, Sam
-from tests.support.oracles import TINY, ZERO2, ShardTwins, assert_same, mlp, set_grads, some_configs, values_of
+from tests.support.oracles import TINY, ZERO2, DdpParityRun, assert_same, clone_values, mlp, set_grads, some_configs
 from tests.support.tiers import sampled
 from zeroshard import (
     BindingError,
@@ -34,14 +34,14 @@ MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 @some_configs
 @ranks(1, 2, 3, 4)
 def test_param_data_assignment_matches_plain_optimizer(ctx: RankContext, config: ZeroConfig) -> None:
-    ShardTwins(config, optimizer_class=Assigning, **MOMENTUM).train(3)
-    ShardTwins(config, optimizer_class=Sam, lr=0.1).run(3, step_with_closure)
+    DdpParityRun(config, optimizer_class=Assigning, **MOMENTUM).train(3)
+    DdpParityRun(config, optimizer_class=Sam, lr=0.1).run(3, step_with_closure)
 
 
 @ranks(1, 2, 3, 4)
 def test_whole_params_match_plain_optimizer(ctx: RankContext) -> None:
-    ShardTwins(WHOLE_PARAMS, optimizer_class=Assigning, **MOMENTUM).train(3)
-    ShardTwins(WHOLE_PARAMS, optimizer_class=Sam, lr=0.1).run(3, step_with_closure)
+    DdpParityRun(WHOLE_PARAMS, optimizer_class=Assigning, **MOMENTUM).train(3)
+    DdpParityRun(WHOLE_PARAMS, optimizer_class=Sam, lr=0.1).run(3, step_with_closure)
 
 
 @ranks(1, 2, 3)
@@ -49,8 +49,10 @@ def test_multiple_optimizer_classes(ctx: RankContext) -> None:
     rules = [ParamRule(matrix_params(), Assigning, **MOMENTUM), ParamRule(remaining_params, torch.optim.SGD, lr=0.1)]
     plain, ours = (make_seeded_mlp() for _ in range(2))
     zero = shard(ours, rules, config=ZERO2)
-    kinds = [[param for param in plain.parameters() if (param.dim() > 1) is flag] for flag in (True, False)]
-    optimizers = [Assigning(kinds[0], **MOMENTUM), torch.optim.SGD(kinds[1], lr=0.1)]
+    params_by_kind = [
+        [param for param in plain.parameters() if (param.dim() > 1) is is_matrix] for is_matrix in (True, False)
+    ]
+    optimizers = [Assigning(params_by_kind[0], **MOMENTUM), torch.optim.SGD(params_by_kind[1], lr=0.1)]
     for step in range(3):
         set_grads(plain.parameters(), step)
         set_grads(ours.parameters(), step)
@@ -58,7 +60,7 @@ def test_multiple_optimizer_classes(ctx: RankContext) -> None:
         for optimizer in optimizers:
             optimizer.step()
         zero.zero_grad()
-    torch.testing.assert_close(values_of(ours), values_of(plain))
+    torch.testing.assert_close(clone_values(ours), clone_values(plain))
 
 
 def make_seeded_mlp() -> nn.Module:
@@ -68,16 +70,16 @@ def make_seeded_mlp() -> nn.Module:
 
 @ranks(1, 2, 3, 4)
 def test_intermittently_missing_gradients(ctx: RankContext) -> None:
-    """The long tensors are cut where they are missing."""
+    """Flat parameters are split where gradients are missing."""
     ours, plain = (make_seeded_mlp() for _ in range(2))
     zero, optimizer = shard(ours, Assigning, **MOMENTUM), Assigning(plain.parameters(), **MOMENTUM)
     for step in range(4):
-        for model, one in ((ours, zero), (plain, optimizer)):
+        for model, model_optimizer in ((ours, zero), (plain, optimizer)):
             set_grads(model.parameters(), step)
             list(model.parameters())[step].grad = None
-            one.step()
-            one.zero_grad()
-    torch.testing.assert_close(values_of(ours), values_of(plain))
+            model_optimizer.step()
+            model_optimizer.zero_grad()
+    torch.testing.assert_close(clone_values(ours), clone_values(plain))
 
 
 @sampled("partition", [TINY, WholeParams()], ids=["flat", "whole"])
@@ -91,10 +93,10 @@ def test_master_weights_and_their_saved_state(ctx: RankContext, partition: Any) 
         zero.step()
         zero.zero_grad()
         oracle.step(loss)
-    torch.testing.assert_close(values_of(model), values_of(oracle.rounded_model))
+    torch.testing.assert_close(clone_values(model), clone_values(oracle.rounded_model))
     saved = zero.full_state_dict()
     if saved is not None:
-        found = [saved["state"][number]["master_weights"] for number in range(len(oracle.masters))]
+        found = [saved["state"][index]["master_weights"] for index in range(len(oracle.masters))]
         torch.testing.assert_close(found, [master.detach() for master in oracle.masters])
 
 
@@ -117,7 +119,7 @@ def test_cpu_offload_matches_no_offload(ctx: RankContext, masters: torch.dtype |
 
 
 class ModeSwitching(Assigning):
-    """Evaluates elsewhere, where an assignment leads."""
+    """Assigns shifted parameters in `eval()`, and shifts them back in `train()`."""
 
     fails = False
 
@@ -128,10 +130,10 @@ class ModeSwitching(Assigning):
         self._add_to_params(-1.0)
 
     @torch.no_grad()
-    def _add_to_params(self, number: float) -> None:
+    def _add_to_params(self, offset: float) -> None:
         for group in self.param_groups:
             for param in group["params"]:
-                param.data = param.data + number
+                param.data = param.data + offset
                 if self.fails:
                     raise ArithmeticError("a mode")
 
@@ -139,31 +141,31 @@ class ModeSwitching(Assigning):
 @ranks(1, 2, 3)
 def test_eval_and_train_roll_back_when_one_rank_fails(ctx: RankContext) -> None:
     model = make_seeded_mlp().double()
-    before = values_of(model)
+    before = clone_values(model)
     zero = shard(model, ModeSwitching, config=ZERO2)
     zero.eval()
-    assert_same(values_of(model), [value + 1.0 for value in before])
+    assert_same(clone_values(model), [value + 1.0 for value in before])
     zero.inner_optimizers[0].fails = ctx.rank == 0  # type: ignore[attr-defined]
     with pytest.raises(ArithmeticError if ctx.rank == 0 else RankFailedError, match="a mode"):
         zero.train()
-    assert_same(values_of(model), [value + 1.0 for value in before])
+    assert_same(clone_values(model), [value + 1.0 for value in before])
     zero.inner_optimizers[0].fails = False  # type: ignore[attr-defined]
     zero.train()
-    torch.testing.assert_close(values_of(model), before)
+    torch.testing.assert_close(clone_values(model), before)
 
 
 @sampled("partition", [TINY, WholeParams()], ids=["flat", "whole"])
 @ranks(1, 2, 3, timeout=60)
 def test_assigned_wrong_dtype_is_rejected_on_all_ranks(ctx: RankContext, partition: Any) -> None:
-    """On the one rank where it happened, the others' updates are made."""
-    twins = ShardTwins(ZeroConfig(partition=partition), optimizer_class=Assigning, lr=0.1)
-    twins.train(1)
-    vars(twins.zero.inner_optimizers[0])["becomes"] = {"dtype": torch.float64} if ctx.rank == 0 else None
+    """Only one rank assigns a wrong dtype; all other updates are applied."""
+    parity = DdpParityRun(ZeroConfig(partition=partition), optimizer_class=Assigning, lr=0.1)
+    parity.train(1)
+    vars(parity.zero.inner_optimizers[0])["becomes"] = {"dtype": torch.float64} if ctx.rank == 0 else None
     with pytest.raises(BindingError if ctx.rank == 0 else RankFailedError, match=r"assigned.*float64.*float32.*keep"):
-        twins.sides[0].iterate(1)
-    twins.zero.check_consistency()
+        parity.sides[0].iterate(1)
+    parity.zero.check_consistency()
     with torch.no_grad():
-        for ours, theirs in zip(twins.model.parameters(), twins.plain_model.parameters(), strict=True):
+        for ours, theirs in zip(parity.model.parameters(), parity.plain_model.parameters(), strict=True):
             ours.copy_(theirs)
-    twins.zero.zero_grad()
-    twins.train(2)
+    parity.zero.zero_grad()
+    parity.train(2)

@@ -1,4 +1,4 @@
-"""Bit for bit the unsharded optimizer: every class of `torch.optim`, and what is refused because it cannot be so."""
+"""The drop-in equals the unsharded optimizer bit by bit: every class of `torch.optim`. Others are rejected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from tests.support import RankContext, ranks
 from tests.support.optimizers import Assigning
-from tests.support.oracles import Twins, assert_same, set_grads, small_model
+from tests.support.oracles import ParityRun, assert_same, set_grads, small_model
 from zeroshard import ConfigError, ZeroRedundancyOptimizer
 
 Options = dict[str, Any]
@@ -127,7 +127,7 @@ def make_groups(module: nn.Module) -> list[Options]:
 
 
 def set_sparse_grads(params: Iterable[Tensor], step: int) -> None:
-    """Each step touches other rows."""
+    """Each step leaves out another row."""
     params = list(params)
     set_grads(params, step)
     for param in params:
@@ -137,8 +137,8 @@ def set_sparse_grads(params: Iterable[Tensor], step: int) -> None:
 
 
 def test_all_torch_optimizers_are_covered() -> None:
-    known = {getattr(optim, name) for name in optim.__all__}
-    classes = {cls for cls in known if isinstance(cls, type) and issubclass(cls, Optimizer)}
+    exported = {getattr(optim, name) for name in optim.__all__}
+    classes = {cls for cls in exported if isinstance(cls, type) and issubclass(cls, Optimizer)}
     assert classes - set(CASES) == {Optimizer, optim.LBFGS}
 
 
@@ -148,17 +148,17 @@ def test_matches_unsharded_optimizer(ctx: RankContext, cls: type[Optimizer]) -> 
     grads = set_sparse_grads if cls is optim.SparseAdam else set_grads
     model = partial(make_params, SHAPES_BY_CLASS.get(cls, SHAPES))
     for options in CASES[cls]:
-        for bucket_view, handed in ((False, nn.Module.parameters), (True, make_groups)):
+        for bucket_view, get_params in ((False, nn.Module.parameters), (True, make_groups)):
             zero_only = {"parameters_as_bucket_view": bucket_view}
-            Twins(cls, model=model, handed=handed, zero_only=zero_only, **options).train(3, grads)
+            ParityRun(cls, model=model, get_params=get_params, zero_only=zero_only, **options).train(3, grads)
 
 
 @ranks(1, 2, 3, 4)
 def test_matches_unsharded_optimizer_with_swapped_settings(ctx: RankContext) -> None:
     for cls in (optim.SGD, optim.AdamW, optim.Rprop, optim.Adafactor):
-        for bucket_view, handed in ((True, nn.Module.parameters), (False, make_groups)):
+        for bucket_view, get_params in ((True, nn.Module.parameters), (False, make_groups)):
             zero_only = {"parameters_as_bucket_view": bucket_view}
-            Twins(cls, model=make_params, handed=handed, zero_only=zero_only).train(3)
+            ParityRun(cls, model=make_params, get_params=get_params, zero_only=zero_only).train(3)
 
 
 @ranks(1, 2, 3, 4)
@@ -176,15 +176,15 @@ def test_matches_torch_zero_redundancy_optimizer(ctx: RankContext) -> None:
 
 
 def _state_of_owned_params(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The parameters that this rank updates, and their state."""
+    """State of the parameters that this rank updates, by parameter name."""
     return {name: optimizer.state[param] for name, param in model.named_parameters() if param in optimizer.state}
 
 
-# ---- what cannot be right, and how that is found out
+# ---- Optimizers that cannot be sharded
 
 
 class PlainSGD(Optimizer):
-    """Gradient descent as people write it themselves."""
+    """Gradient descent as users write it themselves."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -204,7 +204,7 @@ class PlainSGD(Optimizer):
 
 
 class Clipping(PlainSGD):
-    """Couples all parameters by the norm of their gradients."""
+    """Couples all parameters through the norm of their gradients."""
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -213,7 +213,7 @@ class Clipping(PlainSGD):
 
 
 class SelfTuning(PlainSGD):
-    """Couples the parameters of a group by a number that it learns from their gradients."""
+    """Couples the parameters of a group through a learning rate that depends on their gradients."""
 
     def update_group(self, group: Options, params: list[Tensor]) -> None:
         super().update_group(group, params)
@@ -226,7 +226,7 @@ class NoisySGD(PlainSGD):
 
 
 class RequiresStepArgument(PlainSGD):
-    """Cannot be stepped without an argument that no one can guess."""
+    """Requires a `step` argument, so the probe cannot step it."""
 
     def step(self, *, scale: float) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -235,7 +235,7 @@ class RequiresStepArgument(PlainSGD):
 
 
 class StepsThroughBaseClass(optim.SGD):
-    """Steps through its base class."""
+    """Overrides `step` only to call its base class."""
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
@@ -243,14 +243,14 @@ class StepsThroughBaseClass(optim.SGD):
 
 @ranks(1, 2, 3, 4)
 def test_rejects_optimizers_that_cannot_be_sharded(ctx: RankContext) -> None:
-    refused: list[tuple[Callable[..., Optimizer], str, Options]] = [
-        (optim.LBFGS, "LBFGS cannot be sharded: its update of one parameter depends on the others", {}),
+    rejected_cases: list[tuple[Callable[..., Optimizer], str, Options]] = [
+        (optim.LBFGS, "LBFGS cannot be sharded: its update of one parameter depends on other parameters", {}),
         (Clipping, "Clipping cannot be sharded: its update of one", {}),
         (SelfTuning, "SelfTuning cannot be sharded: its update of one", {}),
         (optim.AdamW, "differentiable=True cannot be sharded", {"differentiable": True}),
         (partial(optim.SGD, differentiable=True), "differentiable=True cannot be sharded", {"lr": 0.1}),
     ]
-    for factory, reason, options in refused:
+    for factory, reason, options in rejected_cases:
         model = make_params()
         before = {name: (value.clone(), value.data_ptr()) for name, value in model.state_dict().items()}
         with pytest.raises(ConfigError, match=reason):
@@ -281,12 +281,12 @@ def test_random_optimizer_gives_equal_params_on_all_ranks(ctx: RankContext) -> N
 @ranks(1, 2, 3, 4)
 def test_accepts_optimizer_that_the_probe_cannot_step(ctx: RankContext) -> None:
     for bucket_view in (False, True):
-        twins = Twins(RequiresStepArgument, zero_only={"parameters_as_bucket_view": bucket_view})
+        parity = ParityRun(RequiresStepArgument, zero_only={"parameters_as_bucket_view": bucket_view})
         for step in range(2):
-            for model, optimizer in twins.sides:
+            for model, optimizer in parity.sides:
                 set_grads(model.parameters(), step)
                 optimizer.step(scale=0.3 + step)
-            twins.check()
+            parity.check()
 
 
 @ranks(2)
@@ -296,12 +296,12 @@ def test_probe_has_no_side_effects(ctx: RankContext) -> None:
     register_optimizer_step_post_hook(lambda *_: calls.append("after"))
     warnings.simplefilter("error")
     lr, params = torch.tensor(0.1), list(make_params(MATRICES))
-    optim.SGD(params)  # from here on the class has hooks of its own
-    filters, numbers, words = list(warnings.filters), torch.get_rng_state(), random.getstate()
+    optim.SGD(params)  # from here on SGD.step is torch's patched version, which runs the global hooks
+    filters, torch_rng, python_rng = list(warnings.filters), torch.get_rng_state(), random.getstate()
     for factory in (NoisySGD, partial(optim.Adam, lr=lr, amsgrad=True), optim.SparseAdam, StepsThroughBaseClass):
         ZeroRedundancyOptimizer(params, factory)
     assert not calls
     assert list(warnings.filters) == filters
-    assert torch.equal(torch.get_rng_state(), numbers)
-    assert random.getstate() == words
+    assert torch.equal(torch.get_rng_state(), torch_rng)
+    assert random.getstate() == python_rng
     assert lr == torch.tensor(0.1)

@@ -1,4 +1,4 @@
-"""What survives the loss of a rank is put together again from memory, for other ranks, bit for bit."""
+"""After the loss of a rank, state is restored bit by bit from snapshots in the memory of the other ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make_adamw(config: ZeroConfig) -> MakeOptimizer:
 
 
 def with_frozen_group(model: nn.Module, group: dist.ProcessGroup | None) -> ZeroRedundancyOptimizer:
-    """One of them is frozen."""
+    """AdamW with two parameter groups, one of them frozen."""
     first, *rest = model.parameters()
     first.requires_grad_(False)
     groups = [{"params": rest, "lr": 0.03}, {"params": [first], "weight_decay": 0.2}]
@@ -88,39 +88,40 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 
 
 def group_without(lost: int) -> dist.ProcessGroup | None:
-    """The other ranks. Called on all."""
-    group: dist.ProcessGroup | None = dist.new_group([it for it in range(dist.get_world_size()) if it != lost])
+    """Create a group of all ranks but `lost`. All ranks must call."""
+    group: dist.ProcessGroup | None = dist.new_group([rank for rank in range(dist.get_world_size()) if rank != lost])
     return group
 
 
 def wait_for_snapshots(optimizer: ZeroRedundancyOptimizer) -> PeerSnapshots:
-    """What is held when nothing is on its way."""
+    """Wait for snapshots in flight, and return the snapshots that this rank holds."""
     assert optimizer._peer_checkpointer is not None
     optimizer._peer_checkpointer.wait()
     return optimizer._peer_checkpointer.snapshots
 
 
 def broadcast_from_rank0(value: Any) -> Any:
-    found = [value]
-    dist.broadcast_object_list(found)
-    return found[0]
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
 
 
 def full_state(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> Any:
-    """All there is, on all ranks."""
+    """The state of the model and of the optimizer, on all ranks."""
     return broadcast_from_rank0((deepcopy(model.state_dict()), optimizer.full_state_dict()))
 
 
 def comparable_state(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> Any:
-    """The drop-in does not know the model, and so not its buffers."""
+    """State to compare. The drop-in does not know the model, so its snapshots have no buffers."""
     values = model.state_dict() if isinstance(optimizer, ShardedOptimizer) else dict(model.named_parameters())
     return values, optimizer.full_state_dict()
 
 
 @ranks(2, 3, 4)
-@sampled("way", OPTIMIZERS)
-def test_restore_without_lost_rank_equals_checkpoint(ctx: RankContext, way: str) -> None:
-    lose_rank_and_compare(ctx, OPTIMIZERS[way], lost=len(way) % ctx.world_size)  # now this one, now that
+@sampled("optimizer_name", OPTIMIZERS)
+def test_restore_without_lost_rank_equals_checkpoint(ctx: RankContext, optimizer_name: str) -> None:
+    # The lost rank varies between optimizers.
+    lose_rank_and_compare(ctx, OPTIMIZERS[optimizer_name], lost=len(optimizer_name) % ctx.world_size)
 
 
 @ranks(2, 3)
@@ -132,78 +133,78 @@ def test_restore_on_gpu_without_lost_rank(ctx: RankContext, offload: CPUOffload 
     lose_rank_and_compare(ctx, make_adamw(config), lost=ctx.world_size - 1, device="cuda")
 
 
-def lose_rank_and_compare(ctx: RankContext, make: MakeOptimizer, *, lost: int, device: str = "cpu") -> None:
+def lose_rank_and_compare(ctx: RankContext, make_optimizer: MakeOptimizer, *, lost: int, device: str = "cpu") -> None:
     group, model = group_without(lost), net().to(device)
-    optimizer = make(model, None)
+    optimizer = make_optimizer(model, None)
     train(model, optimizer, 2 * SNAPSHOT_EVERY)
     weights, state = full_state(model, optimizer)
     train(model, optimizer, 2, first=2 * SNAPSHOT_EVERY)
-    held = wait_for_snapshots(optimizer)
+    snapshots = wait_for_snapshots(optimizer)
     if ctx.rank == lost:
         return
-    optimizer = make(model, group)
-    assert restore_from_peers(optimizer, held) == 2 * SNAPSHOT_EVERY
-    oracle = net(seed=5).to(device)
-    expected = make(oracle, group)
-    oracle.load_state_dict(weights)
-    expected.load_state_dict(state)
+    optimizer = make_optimizer(model, group)
+    assert restore_from_peers(optimizer, snapshots) == 2 * SNAPSHOT_EVERY
+    expected_model = net(seed=5).to(device)
+    expected_optimizer = make_optimizer(expected_model, group)
+    expected_model.load_state_dict(weights)
+    expected_optimizer.load_state_dict(state)
     for first in (2 * SNAPSHOT_EVERY, 2 * SNAPSHOT_EVERY + 2):
-        assert_same(comparable_state(model, optimizer), comparable_state(oracle, expected))
+        assert_same(comparable_state(model, optimizer), comparable_state(expected_model, expected_optimizer))
         train(model, optimizer, 2, first=first)
-        train(oracle, expected, 2, first=first)
+        train(expected_model, expected_optimizer, 2, first=first)
 
 
 @ranks(2, 3, 4)
 @sampled("lost", [0, 1])
 def test_restore_with_replacement_rank(ctx: RankContext, lost: int) -> None:
-    """It has another model, and nothing in its hands."""
+    """The replacement rank has other weights and no snapshots."""
     model = net()
     optimizer = OPTIMIZERS["flat"](model, None)
     train(model, optimizer, SNAPSHOT_EVERY + 1)
-    held: PeerSnapshots | None = wait_for_snapshots(optimizer)
+    snapshots: PeerSnapshots | None = wait_for_snapshots(optimizer)
     train(model, optimizer, 1, first=SNAPSHOT_EVERY + 1)
     if ctx.rank == lost:
-        model, held = net(seed=7), None
+        model, snapshots = net(seed=7), None
     optimizer = OPTIMIZERS["flat"](model, None)
-    assert restore_from_peers(optimizer, held) == SNAPSHOT_EVERY
+    assert restore_from_peers(optimizer, snapshots) == SNAPSHOT_EVERY
     train(model, optimizer, 4, first=SNAPSHOT_EVERY)
-    expected = net()
-    oracle = OPTIMIZERS["flat"](expected, None)
-    train(expected, oracle, SNAPSHOT_EVERY + 4)
-    assert_same(comparable_state(model, optimizer), comparable_state(expected, oracle))
+    expected_model = net()
+    expected_optimizer = OPTIMIZERS["flat"](expected_model, None)
+    train(expected_model, expected_optimizer, SNAPSHOT_EVERY + 4)
+    assert_same(comparable_state(model, optimizer), comparable_state(expected_model, expected_optimizer))
 
 
 @ranks(2, 4)
 def test_restore_into_other_partitions_and_shard_groups(ctx: RankContext) -> None:
-    """Whole or cut, in one bucket or many, in rows or not: what was copied fits all of them."""
-    whole, long = (
+    """Whole or flat, one bucket or many, with or without shard groups: snapshots can be restored into all of them."""
+    whole, large_buckets = (
         replace(PEER_CHECKPOINT_CONFIG, partition=WholeParams()),
         replace(PEER_CHECKPOINT_CONFIG, partition=FlatShards()),
     )
     half = ctx.world_size // 2
-    arrangements = [
+    cases = [
         (PEER_CHECKPOINT_CONFIG, None),
         (whole, half),
-        (long, None),
+        (large_buckets, None),
         (whole, None),
         (PEER_CHECKPOINT_CONFIG, half),
-        (long, 1),
+        (large_buckets, 1),
         (whole, 1),
     ]
     model = net()
-    held, states = None, []
-    for number, (config, within) in enumerate(arrangements):
-        optimizer = shard(model, torch.optim.AdamW, config=config, shard_group_size=within, **ADAMW)
-        if held is not None:
-            assert restore_from_peers(optimizer, held) == SNAPSHOT_EVERY * number
+    snapshots, states = None, []
+    for number, (config, shard_group_size) in enumerate(cases):
+        optimizer = shard(model, torch.optim.AdamW, config=config, shard_group_size=shard_group_size, **ADAMW)
+        if snapshots is not None:
+            assert restore_from_peers(optimizer, snapshots) == SNAPSHOT_EVERY * number
             states.append(deepcopy(comparable_state(model, optimizer)))
         train(model, optimizer, SNAPSHOT_EVERY, first=SNAPSHOT_EVERY * number)
-        held = wait_for_snapshots(optimizer)
-    expected = net()
-    oracle = shard(expected, torch.optim.AdamW, config=PEER_CHECKPOINT_CONFIG, **ADAMW)
+        snapshots = wait_for_snapshots(optimizer)
+    expected_model = net()
+    expected_optimizer = shard(expected_model, torch.optim.AdamW, config=PEER_CHECKPOINT_CONFIG, **ADAMW)
     for number, found in enumerate(states):
-        train(expected, oracle, SNAPSHOT_EVERY, first=SNAPSHOT_EVERY * number)
-        assert_same(found, comparable_state(expected, oracle))
+        train(expected_model, expected_optimizer, SNAPSHOT_EVERY, first=SNAPSHOT_EVERY * number)
+        assert_same(found, comparable_state(expected_model, expected_optimizer))
 
 
 MASTER_WEIGHTS_CONFIG = replace(PEER_CHECKPOINT_CONFIG, master_dtype=torch.float32)
@@ -211,37 +212,37 @@ MASTER_WEIGHTS_CONFIG = replace(PEER_CHECKPOINT_CONFIG, master_dtype=torch.float
 
 @ranks(2, 3)
 def test_restore_master_weights_exactly(ctx: RankContext) -> None:
-    """What is kept is what is updated: not a bit is lost with the rounding. Without masters it is rounded."""
+    """Snapshots contain the master weights, so no precision is lost. Without master weights they are rounded."""
     group, model = group_without(0), net().to(torch.bfloat16)
     optimizer = make_adamw(MASTER_WEIGHTS_CONFIG)(model, None)
     train_in_bf16(model, optimizer, SNAPSHOT_EVERY)
     weights, state = full_state(model, optimizer)
     train_in_bf16(model, optimizer, 1)
-    held = wait_for_snapshots(optimizer)
+    snapshots = wait_for_snapshots(optimizer)
     if ctx.rank == 0:
         return
     optimizer = make_adamw(MASTER_WEIGHTS_CONFIG)(model, group)
-    restore_from_peers(optimizer, held)
-    oracle = net(seed=4).to(torch.bfloat16)
-    expected = make_adamw(MASTER_WEIGHTS_CONFIG)(oracle, group)
-    oracle.load_state_dict(weights)
-    expected.load_state_dict(state)
-    assert_same(comparable_state(model, optimizer), comparable_state(oracle, expected))
+    restore_from_peers(optimizer, snapshots)
+    expected_model = net(seed=4).to(torch.bfloat16)
+    expected_optimizer = make_adamw(MASTER_WEIGHTS_CONFIG)(expected_model, group)
+    expected_model.load_state_dict(weights)
+    expected_optimizer.load_state_dict(state)
+    assert_same(comparable_state(model, optimizer), comparable_state(expected_model, expected_optimizer))
     train_in_bf16(model, optimizer, 2)
-    train_in_bf16(oracle, expected, 2)
-    assert_same(comparable_state(model, optimizer), comparable_state(oracle, expected))
+    train_in_bf16(expected_model, expected_optimizer, 2)
+    assert_same(comparable_state(model, optimizer), comparable_state(expected_model, expected_optimizer))
     plain = make_adamw(PEER_CHECKPOINT_CONFIG)(model, group)
-    restore_from_peers(plain, held)
+    restore_from_peers(plain, snapshots)
     assert_same(dict(model.state_dict()), dict(weights))
-    again = make_adamw(MASTER_WEIGHTS_CONFIG)(model, group)
-    restore_from_peers(again, wait_for_snapshots(plain))
+    restored = make_adamw(MASTER_WEIGHTS_CONFIG)(model, group)
+    restore_from_peers(restored, wait_for_snapshots(plain))
     assert_same(dict(model.state_dict()), dict(weights))
 
 
 def train_in_bf16(model: nn.Module, optimizer: ZeroRedundancyOptimizer, steps: int) -> None:
     for number in range(steps):
-        draw = torch.Generator().manual_seed(number)
-        out = model(torch.randn(4, 5, generator=draw).to(torch.bfloat16))
+        generator = torch.Generator().manual_seed(number)
+        out = model(torch.randn(4, 5, generator=generator).to(torch.bfloat16))
         torch.autograd.backward(out.float().square().mean())
         optimizer.step()
         optimizer.zero_grad()
@@ -258,19 +259,21 @@ def test_loss_of_rank_and_its_peer_is_rejected(ctx: RankContext) -> None:
     group, model = dist.new_group([0, 3]), net()
     optimizer = OPTIMIZERS["flat"](model, None)
     train(model, optimizer, SNAPSHOT_EVERY)
-    held = wait_for_snapshots(optimizer)
+    snapshots = wait_for_snapshots(optimizer)
     if ctx.rank in (1, 2):
         return
     optimizer = OPTIMIZERS["flat"](model, group)
     before = deepcopy(comparable_state(model, optimizer))
-    with pytest.raises(CheckpointError, match=r"copy of step 3, .* 4 ranks .* nobody here holds the share of rank 1:"):
-        restore_from_peers(optimizer, held)
+    with pytest.raises(
+        CheckpointError, match=r"snapshot of step 3 is incomplete: no remaining rank holds the shards of rank 1 of 4"
+    ):
+        restore_from_peers(optimizer, snapshots)
     assert_same(comparable_state(model, optimizer), before)
 
 
 @ranks(3)
 def test_failure_domain_can_be_lost_at_once(ctx: RankContext) -> None:
-    """Ranks 0 and 1 are lost at once, and rank 2 has both of their copies."""
+    """Ranks 0 and 1 are lost at once, and rank 2 holds the snapshots of both."""
     model = net()
     config = replace(
         PEER_CHECKPOINT_CONFIG, peer_checkpoint=PeerCheckpoint(every=SNAPSHOT_EVERY, failure_domain_size=2)
@@ -278,12 +281,12 @@ def test_failure_domain_can_be_lost_at_once(ctx: RankContext) -> None:
     optimizer = shard(model, torch.optim.AdamW, config=config, **ADAMW)
     train(model, optimizer, SNAPSHOT_EVERY)
     expected = comparable_state(model, optimizer)
-    held: PeerSnapshots | None = wait_for_snapshots(optimizer)
+    snapshots: PeerSnapshots | None = wait_for_snapshots(optimizer)
     train(model, optimizer, 2)
     if ctx.rank < 2:
-        model, held = net(seed=7), None
+        model, snapshots = net(seed=7), None
     optimizer = shard(model, torch.optim.AdamW, config=config, **ADAMW)
-    assert restore_from_peers(optimizer, held) == SNAPSHOT_EVERY
+    assert restore_from_peers(optimizer, snapshots) == SNAPSHOT_EVERY
     assert_same(comparable_state(model, optimizer)[1], expected[1])
 
 
@@ -292,19 +295,21 @@ def test_restore_errors_are_raised_on_all_ranks(ctx: RankContext) -> None:
     model = net()
     optimizer = OPTIMIZERS["flat"](model, None)
     train(model, optimizer, SNAPSHOT_EVERY - 1)
-    with pytest.raises(CheckpointError, match="no rank holds a copy"):
+    with pytest.raises(CheckpointError, match="no rank holds a snapshot"):
         restore_from_peers(optimizer, wait_for_snapshots(optimizer))
     train(model, optimizer, 1, first=SNAPSHOT_EVERY - 1)
-    held = wait_for_snapshots(optimizer)
+    snapshots = wait_for_snapshots(optimizer)
     other = make_other_net()
-    with pytest.raises(CheckpointError, match=r"of another model.*They have parameter 6 \(leave.bias\).*Nothing was"):
-        restore_from_peers(OPTIMIZERS["flat"](other, None), held)
-    wrong: Any = held if ctx.rank else model
-    with pytest.raises(RankFailedError if ctx.rank else TypeError, match="takes what a former optimizer has"):
+    with pytest.raises(CheckpointError, match=r"belong to another model.*got parameter 6 \(leave.bias\).*Nothing was"):
+        restore_from_peers(OPTIMIZERS["flat"](other, None), snapshots)
+    wrong: Any = snapshots if ctx.rank else model
+    with pytest.raises(
+        RankFailedError if ctx.rank else TypeError, match="expects the peer_snapshots of the previous optimizer"
+    ):
         restore_from_peers(optimizer, wrong)
-    with pytest.raises(TypeError, match="takes a sharded optimizer, not a Net"):
-        restore_from_peers(model, held)  # type: ignore[arg-type]
-    assert restore_from_peers(optimizer, held) == SNAPSHOT_EVERY
+    with pytest.raises(TypeError, match="expects a sharded optimizer, got Net"):
+        restore_from_peers(model, snapshots)  # type: ignore[arg-type]
+    assert restore_from_peers(optimizer, snapshots) == SNAPSHOT_EVERY
 
 
 class UnserializableStateSGD(torch.optim.SGD):
@@ -326,39 +331,40 @@ def test_unserializable_state_fails_the_step(ctx: RankContext) -> None:
         lr=0.1,
         momentum=0.9,
     )
-    kind, text = (CheckpointError, "cannot be sent safely") if ctx.rank == 0 else (RankFailedError, "rank 0 failed")
-    with pytest.raises(kind, match=text):
+    error, message = (CheckpointError, "cannot be sent safely") if ctx.rank == 0 else (RankFailedError, "rank 0 failed")
+    with pytest.raises(error, match=message):
         train(model, optimizer, 1)
 
 
 @ranks(1, 2, 4)
 def test_snapshot_memory_and_traffic(ctx: RankContext) -> None:
-    """AdamW in float32: 12 bytes a parameter and share, for one's own and for the one that is kept."""
+    """AdamW in float32: 12 bytes per element of a shard, for a rank's own snapshot and for the one that it stores."""
     numel = 256 * 256
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = nn.Linear(256, 256, bias=False)
         optimizer = shard(model, torch.optim.AdamW, config=ZeroConfig(peer_checkpoint=PeerCheckpoint(every=2)))
-    assert bool([it for it in caught if "PeerCheckpoint(...) on one rank" in str(it.message)]) == (ctx.world_size == 1)
-    held = optimizer.peer_snapshots
-    assert held is not None
-    assert (held.step, held.nbytes, held.bytes_sent) == (None, 0, 0)
+    assert bool(
+        [warning for warning in caught if "PeerCheckpoint(...) has no effect on one rank" in str(warning.message)]
+    ) == (ctx.world_size == 1)
+    snapshots = optimizer.peer_snapshots
+    assert snapshots is not None
+    assert (snapshots.step, snapshots.nbytes, snapshots.bytes_sent) == (None, 0, 0)
     for _ in range(2):
         torch.autograd.backward(model(torch.ones(2, 256)).sum())
         optimizer.step()
         optimizer.zero_grad()
     wait_for_snapshots(optimizer)
-    share, small = 12 * numel // ctx.world_size, 16384
-    assert held.step == 2
-    assert 0 <= held.nbytes - share * min(2, ctx.world_size) < small
-    assert 0 <= held.bytes_sent - (share if ctx.world_size > 1 else 0) < small
+    shard_nbytes, max_overhead = 12 * numel // ctx.world_size, 16384
+    assert snapshots.step == 2
+    assert 0 <= snapshots.nbytes - shard_nbytes * min(2, ctx.world_size) < max_overhead
+    assert 0 <= snapshots.bytes_sent - (shard_nbytes if ctx.world_size > 1 else 0) < max_overhead
 
 
 @ranks(1)
 def test_peer_checkpoint_is_rejected_with_overlap_with_ddp(ctx: RankContext) -> None:
-    assert ctx.world_size == 1
     config = ZeroConfig(peer_checkpoint=PeerCheckpoint())
-    with pytest.raises(ConfigError, match=r"PeerCheckpoint\(\.\.\.\) needs step\(\) to be called"):
+    with pytest.raises(ConfigError, match=r"PeerCheckpoint\(.* overlap_with_ddp=True, where step\(\) is never called"):
         ZeroRedundancyOptimizer(net().parameters(), torch.optim.SGD, overlap_with_ddp=True, config=config, lr=0.1)
 
 
@@ -367,44 +373,44 @@ def test_skipped_scaler_step_takes_no_snapshot(ctx: RankContext) -> None:
     model = net()
     optimizer = OPTIMIZERS["flat"](model, None)
     train(model, optimizer, SNAPSHOT_EVERY)
-    held = wait_for_snapshots(optimizer)
-    first = held.list_snapshots()[0].shards[ctx.rank]
+    snapshots = wait_for_snapshots(optimizer)
+    own_shard = snapshots._list_snapshots()[0].shards[ctx.rank]
     scaler = GradScaler("cpu")
     loss = model(torch.full((4, 5), torch.inf)).sum()
     torch.autograd.backward(scaler.scale(loss))
     scaler.step(optimizer)
     scaler.update()
     wait_for_snapshots(optimizer)
-    assert held.list_snapshots()[0].shards[ctx.rank] is first
+    assert snapshots._list_snapshots()[0].shards[ctx.rank] is own_shard
 
 
 @ranks(3)
 def test_rank_lost_during_restore_leaves_complete_snapshot(ctx: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank has heard that all have the new copy, the others have not: whatever each holds, it is enough."""
+    """One rank knows that all have the new snapshot, the others do not: together, all still hold a complete one."""
     model = net()
     optimizer = OPTIMIZERS["flat"](model, None)
     train(model, optimizer, SNAPSHOT_EVERY)
-    held, expected = wait_for_snapshots(optimizer), comparable_state(model, optimizer)
-    another = OPTIMIZERS["flat"](model, None)
+    snapshots, expected = wait_for_snapshots(optimizer), comparable_state(model, optimizer)
+    second = OPTIMIZERS["flat"](model, None)
 
-    def unheard(*_: Any, succeeded: bool) -> bool:
-        raise RankFailedError(f"another rank was lost by now ({succeeded})")
+    def fail_to_confirm(*_: Any, succeeded: bool) -> bool:
+        raise RankFailedError(f"another rank was lost in the meantime ({succeeded})")
 
     with monkeypatch.context() as patch:
         if ctx.rank != 1:
-            patch.setattr(BackgroundComm, "all_succeeded", unheard)
+            patch.setattr(BackgroundComm, "all_succeeded", fail_to_confirm)
         else:
             patch.setattr(BackgroundComm, "all_succeeded", lambda *_, succeeded: succeeded)
         try:
-            assert restore_from_peers(another, held) == SNAPSHOT_EVERY
+            assert restore_from_peers(second, snapshots) == SNAPSHOT_EVERY
             assert ctx.rank == 1
         except RankFailedError:
             assert ctx.rank != 1
-    assert another.peer_snapshots is held, "or it would be gone with the optimizer"
-    train(model, another, 1)
-    last = OPTIMIZERS["flat"](model, None)
-    assert restore_from_peers(last, held) == SNAPSHOT_EVERY
-    assert_same(comparable_state(model, last), expected)
+    assert second.peer_snapshots is snapshots, "otherwise the snapshots would be freed with the optimizer"
+    train(model, second, 1)
+    third = OPTIMIZERS["flat"](model, None)
+    assert restore_from_peers(third, snapshots) == SNAPSHOT_EVERY
+    assert_same(comparable_state(model, third), expected)
 
 
 @ranks(2)
@@ -417,38 +423,40 @@ def test_load_state_dict_invalidates_older_snapshots(ctx: RankContext) -> None:
     assert wait_for_snapshots(optimizer).step == SNAPSHOT_EVERY
     optimizer.load_state_dict(state)
     assert optimizer.peer_snapshots is not None
-    assert optimizer.peer_snapshots.step is None, "a loss would bring back what was given up"
+    assert optimizer.peer_snapshots.step is None, "restoring would bring back state that the load replaced"
     train(model, optimizer, 1)
     assert wait_for_snapshots(optimizer).step == SNAPSHOT_EVERY + 1
 
 
 @ranks(2, 3)
 def test_scheduler_is_rebuilt_after_restore(ctx: RankContext) -> None:
-    """As docs/keeping-going.md says."""
+    """Follows the steps in docs/keeping-going.md."""
 
-    def begun(model: nn.Module) -> tuple[ZeroRedundancyOptimizer, Any]:
+    def make_optimizer_and_scheduler(model: nn.Module) -> tuple[ZeroRedundancyOptimizer, Any]:
         optimizer = OPTIMIZERS["flat"](model, None)
         return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
 
-    def trained(model: nn.Module, optimizer: ZeroRedundancyOptimizer, scheduler: Any, first: int, last: int) -> None:
+    def train_with_scheduler(
+        model: nn.Module, optimizer: ZeroRedundancyOptimizer, scheduler: Any, first: int, last: int
+    ) -> None:
         for step in range(first, last):
             train(model, optimizer, 1, first=step)
             scheduler.step()
 
     model, plain = net(), net()
-    trained(plain, *begun(plain), 0, SNAPSHOT_EVERY + 3)
-    optimizer, scheduler = begun(model)
-    trained(model, optimizer, scheduler, 0, SNAPSHOT_EVERY + 1)
-    held = wait_for_snapshots(optimizer)
-    another = OPTIMIZERS["flat"](model, None)
-    step = restore_from_peers(another, held)
-    for group in another.param_groups:
+    train_with_scheduler(plain, *make_optimizer_and_scheduler(plain), 0, SNAPSHOT_EVERY + 3)
+    optimizer, scheduler = make_optimizer_and_scheduler(model)
+    train_with_scheduler(model, optimizer, scheduler, 0, SNAPSHOT_EVERY + 1)
+    snapshots = wait_for_snapshots(optimizer)
+    restored = OPTIMIZERS["flat"](model, None)
+    step = restore_from_peers(restored, snapshots)
+    for group in restored.param_groups:
         group["lr"] = ADAMW["lr"]
         group.pop("initial_lr", None)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(another, T_max=10)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(restored, T_max=10)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch wonders that no step was made
+        warnings.simplefilter("ignore")  # torch warns that the optimizer has not stepped
         for _ in range(step):
             scheduler.step()
-    trained(model, another, scheduler, step, SNAPSHOT_EVERY + 3)
+    train_with_scheduler(model, restored, scheduler, step, SNAPSHOT_EVERY + 3)
     assert_same(dict(model.state_dict()), dict(plain.state_dict()))

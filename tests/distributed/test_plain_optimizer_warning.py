@@ -1,4 +1,4 @@
-"""A plain optimizer that steps parameters of a sharded one is noticed once; all else that steps is left alone."""
+"""A plain optimizer that steps parameters of a sharded one causes one warning; correct programs cause none."""
 
 import gc
 import warnings
@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim.swa_utils import SWALR, AveragedModel
 
 from tests.support import RankContext, ranks
-from tests.support.oracles import assert_same, mlp, regression, seeded, set_grads
+from tests.support.oracles import assert_same, make_seeded, mlp, regression, set_grads
 from zeroshard import FlatShards, ZeroConfig, ZeroRedundancyOptimizer, shard
 
 UPDATED_BY_PLAIN_STEP = "step\\(\\) of a plain SGD has updated parameters of a {}"
@@ -30,7 +30,7 @@ def assert_no_plain_step_warning() -> Iterator[None]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    assert not [str(it.message) for it in caught if "of a plain" in str(it.message)]
+    assert not [str(warning.message) for warning in caught if "of a plain" in str(warning.message)]
 
 
 def make_flat_drop_in(model: nn.Module) -> ZeroRedundancyOptimizer:
@@ -38,15 +38,17 @@ def make_flat_drop_in(model: nn.Module) -> ZeroRedundancyOptimizer:
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("make", [make_drop_in, make_flat_drop_in])
+@pytest.mark.parametrize("make_optimizer", [make_drop_in, make_flat_drop_in])
 @pytest.mark.parametrize("first", ["plain", "zero"])
-def test_plain_step_beside_drop_in_warns_once(ctx: RankContext, make: Callable[[nn.Module], Any], first: str) -> None:
-    model = seeded(mlp)
-    plain, zero = optim.SGD(model.parameters(), lr=0.1), make(model)
+def test_plain_step_beside_drop_in_warns_once(
+    ctx: RankContext, make_optimizer: Callable[[nn.Module], Any], first: str
+) -> None:
+    model = make_seeded(mlp)
+    plain, zero = optim.SGD(model.parameters(), lr=0.1), make_optimizer(model)
     steps = [plain.step, zero.step] if first == "plain" else [zero.step, plain.step]
     with pytest.warns(UserWarning, match=UPDATED_BY_PLAIN_STEP.format("ZeroRedundancyOptimizer")) as caught:
         step_in_turn(model, steps)
-    assert [it.filename for it in caught] == [__file__]
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 def step_in_turn(model: nn.Module, steps: list[Callable[[], Any]]) -> None:
@@ -58,7 +60,7 @@ def step_in_turn(model: nn.Module, steps: list[Callable[[], Any]]) -> None:
 
 @ranks(1, 2)
 def test_plain_step_after_sharded_step_warns_once(ctx: RankContext) -> None:
-    model = seeded(mlp)
+    model = make_seeded(mlp)
     plain = optim.SGD(model.parameters(), lr=0.1)
     sharded = shard(model, **SGD_OPTIONS, config=ZeroConfig(stage=1))
     torch.autograd.backward(regression(model, 0))
@@ -72,8 +74,8 @@ def test_plain_step_after_sharded_step_warns_once(ctx: RankContext) -> None:
 
 @ranks(1, 2)
 def test_plain_step_on_sharded_grads_raises(ctx: RankContext) -> None:
-    """A plain step in the place of the sharded one finds placeholders instead of gradients."""
-    model = seeded(mlp)
+    """A plain step instead of the sharded one finds placeholders instead of gradients."""
+    model = make_seeded(mlp)
     plain = optim.SGD(model.parameters(), lr=0.1)
     sharded = shard(model, **SGD_OPTIONS, config=ZeroConfig(stage=2))
     with assert_no_plain_step_warning():
@@ -85,7 +87,7 @@ def test_plain_step_on_sharded_grads_raises(ctx: RankContext) -> None:
 
 
 class AccumulatingWrapper(optim.Optimizer):
-    """Steps another optimizer every other time, as those that accumulate gradients do."""
+    """Steps another optimizer every other time, like wrappers for gradient accumulation."""
 
     def __init__(self, inner: optim.Optimizer) -> None:
         super().__init__(inner.param_groups, {})
@@ -98,7 +100,7 @@ class AccumulatingWrapper(optim.Optimizer):
 
 
 class NestedSGD(optim.Optimizer):
-    """Made of another one."""
+    """Steps an inner optimizer that it creates itself."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -109,16 +111,16 @@ class NestedSGD(optim.Optimizer):
         self.inner.step(closure)
 
 
-def two_models(model: nn.Module, make: Any) -> None:
-    first, second = make(model), make(seeded(mlp))
+def two_models(model: nn.Module, make_optimizer: Any) -> None:
+    first, second = make_optimizer(model), make_optimizer(make_seeded(mlp))
     for number in range(2):
         set_grads(model.parameters(), number)
         first.step()
         second.step()
 
 
-def two_drop_ins_on_one_model(model: nn.Module, make: Any) -> None:
-    del make
+def two_drop_ins_on_one_model(model: nn.Module, make_optimizer: Any) -> None:
+    del make_optimizer
     (first, second) = (make_drop_in(model) for _ in range(2))
     for number in range(2):
         set_grads(model.parameters(), number)
@@ -126,41 +128,41 @@ def two_drop_ins_on_one_model(model: nn.Module, make: Any) -> None:
         second.step()
 
 
-def superseded_optimizer(model: nn.Module, make: Any) -> None:
-    """Also where the former one is still there, and the latter is gone."""
-    former = make(model)
-    latter = shard(model, **SGD_OPTIONS)
+def superseded_optimizer(model: nn.Module, make_optimizer: Any) -> None:
+    """A plain optimizer may step after the second optimizer is freed, even while the superseded one is alive."""
+    first = make_optimizer(model)
+    second = shard(model, **SGD_OPTIONS)
     torch.autograd.backward(regression(model, 0))
-    latter.step()
-    del latter
+    second.step()
+    del second
     gc.collect()
-    if former._reduces_grads:
+    if first._reduces_grads:
         set_grads(model.parameters(), 0)
         optim.SGD(model.parameters(), lr=0.1).step()
 
 
-def schedulers(model: nn.Module, make: Any) -> None:
-    optimizer = make(model)
-    of_inner = optim.lr_scheduler.StepLR(optimizer.optim, 1)
-    for made in (optim.lr_scheduler.StepLR(optimizer, 1), SWALR(optimizer, swa_lr=0.01)):
+def schedulers(model: nn.Module, make_optimizer: Any) -> None:
+    optimizer = make_optimizer(model)
+    inner_scheduler = optim.lr_scheduler.StepLR(optimizer.optim, 1)
+    for scheduler in (optim.lr_scheduler.StepLR(optimizer, 1), SWALR(optimizer, swa_lr=0.01)):
         set_grads(model.parameters(), 0)
         optimizer.step()
-        made.step()
-        of_inner.step()
+        scheduler.step()
+        inner_scheduler.step()
 
 
-def averaged_model(model: nn.Module, make: Any) -> None:
-    optimizer, average = make(model), AveragedModel(model)
-    of_average = optim.SGD(average.parameters(), lr=0.1)
-    for each in (model, average):
-        set_grads(each.parameters(), 0)
+def averaged_model(model: nn.Module, make_optimizer: Any) -> None:
+    optimizer, average = make_optimizer(model), AveragedModel(model)
+    average_optimizer = optim.SGD(average.parameters(), lr=0.1)
+    for module in (model, average):
+        set_grads(module.parameters(), 0)
     optimizer.step()
     average.update_parameters(model)
-    of_average.step()
+    average_optimizer.step()
 
 
-def plain_optimizer_on_other_params(model: nn.Module, make: Any) -> None:
-    sharded, other = make(model), nn.Parameter(torch.zeros(3))
+def plain_optimizer_on_other_params(model: nn.Module, make_optimizer: Any) -> None:
+    sharded, other = make_optimizer(model), nn.Parameter(torch.zeros(3))
     other.grad = torch.ones(3)
     plain = optim.SGD([other], lr=0.1)
     set_grads(model.parameters(), 0)
@@ -169,28 +171,28 @@ def plain_optimizer_on_other_params(model: nn.Module, make: Any) -> None:
     assert_same(other.detach(), torch.full((3,), -0.1))
 
 
-def wrapped_optimizer(model: nn.Module, make: Any) -> None:
-    optimizer = AccumulatingWrapper(make(model))
+def wrapped_optimizer(model: nn.Module, make_optimizer: Any) -> None:
+    optimizer = AccumulatingWrapper(make_optimizer(model))
     for number in range(4):
         set_grads(model.parameters(), number)
         optimizer.step()
 
 
-def nested_optimizer(model: nn.Module, make: Any) -> None:
-    del make
+def nested_optimizer(model: nn.Module, make_optimizer: Any) -> None:
+    del make_optimizer
     zero = ZeroRedundancyOptimizer(model.parameters(), NestedSGD, lr=0.1)
     for number in range(2):
         set_grads(model.parameters(), number)
         zero.step()
 
 
-def plain_optimizer_afterwards(model: nn.Module, make: Any) -> None:
-    """A plain optimizer goes on where the drop-in, or one that is gone, has ended."""
-    before = make(model)
+def plain_optimizer_afterwards(model: nn.Module, make_optimizer: Any) -> None:
+    """A plain optimizer continues after the drop-in, or after a sharded optimizer that is freed."""
+    sharded = make_optimizer(model)
     set_grads(model.parameters(), 0)
-    before.step()
-    if before._reduces_grads:
-        del before
+    sharded.step()
+    if sharded._reduces_grads:
+        del sharded
         gc.collect()
     plain = optim.SGD(model.parameters(), lr=0.1)
     for number in range(2):
@@ -198,15 +200,15 @@ def plain_optimizer_afterwards(model: nn.Module, make: Any) -> None:
         plain.step()
 
 
-def plain_step_without_grads(model: nn.Module, make: Any) -> None:
-    sharded = make(model)
+def plain_step_without_grads(model: nn.Module, make_optimizer: Any) -> None:
+    sharded = make_optimizer(model)
     optim.SGD(model.parameters(), lr=0.1).step()
     del sharded
 
 
-def state_initialized_by_torch(model: nn.Module, make: Any) -> None:
-    """By a step with zeros."""
-    sharded = make(model)
+def state_initialized_by_torch(model: nn.Module, make_optimizer: Any) -> None:
+    """torch initializes the state by a step with zero gradients."""
+    sharded = make_optimizer(model)
     plain = optim.AdamW(model.parameters())
     assert get_optimizer_state_dict(model, plain)["state"]
     del sharded
@@ -233,23 +235,23 @@ def make_zero1(model: nn.Module) -> Any:
 
 @ranks(1, 2)
 def test_correct_programs_get_no_warning(ctx: RankContext) -> None:
-    for make in (make_drop_in, make_flat_drop_in, make_zero1, lambda model: shard(model, **SGD_OPTIONS)):
-        for train in CORRECT_PROGRAMS:
+    for make_optimizer in (make_drop_in, make_flat_drop_in, make_zero1, lambda model: shard(model, **SGD_OPTIONS)):
+        for program in CORRECT_PROGRAMS:
             with assert_no_plain_step_warning():
-                train(seeded(mlp), make)
+                program(make_seeded(mlp), make_optimizer)
 
 
 @ranks(1, 2)
 def test_global_step_hook_breaks_no_compiled_graph(ctx: RankContext) -> None:
-    """Hooks that all optimizers have in common must not break a graph."""
-    zero = make_drop_in(seeded(mlp))
-    models = [seeded(mlp) for _ in range(2)]
+    """Global step hooks must not break a compiled graph."""
+    zero = make_drop_in(make_seeded(mlp))
+    models = [make_seeded(mlp) for _ in range(2)]
     for model in models:
         set_grads(model.parameters(), 0)
     plain, compiled = (optim.SGD(model.parameters(), lr=0.1, foreach=True) for model in models)
     plain.step()
     counters.clear()
     torch.compile(compiled.step, backend="eager")()
-    assert all("`torch._dynamo.graph_break()`" in reason for reason in counters["graph_break"]), "torch's own ones only"
+    assert all("`torch._dynamo.graph_break()`" in reason for reason in counters["graph_break"]), "only torch's own"
     assert_same(models[1].state_dict(), models[0].state_dict())
     del zero

@@ -1,4 +1,4 @@
-"""A cache hit on one rank and a miss on another look the same to their peers."""
+"""The probe cache: a hit on one rank and a miss on another look the same to other ranks."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from torch.optim import SGD
 from tests.support import RankContext, ranks
 from tests.support.launch import torchrun
 from tests.support.monitoring import recorded
-from tests.support.oracles import Pair, mlp
+from tests.support.oracles import ShardParityRun, mlp
 from zeroshard import shard
 from zeroshard.engine import probe
 
 
 @ranks(2, 3)
 def test_cache_hit_on_one_rank_and_miss_on_another_send_the_same_messages(ctx: RankContext) -> None:
-    """The same messages and the same numbers."""
+    """Both runs send the same messages and give the same results."""
+    shard(mlp(), SGD, lr=0.05)  # the first optimizer makes the group for control messages
     probe.clear_probe_cache()
     verbs = []
     for _ in range(2):
         with recorded() as traffic:
-            Pair(torch.optim.AdamW, lr=0.05).train(2)
+            ShardParityRun(torch.optim.AdamW, lr=0.05).train(2)
         verbs.append(sorted(traffic.verbs))
         if ctx.rank == 1:
             probe.clear_probe_cache()
@@ -72,7 +73,7 @@ dist.destroy_process_group()
 
 @pytest.mark.timeout(180)
 def test_single_rank_probe_result_is_not_reused_in_larger_group(tmp_path: Path) -> None:
-    """Rank 0 was in such a group before. Were it used, rank 1 would wait for the messages of rank 0's probes."""
+    """Rank 0 has probed in a single-rank group before. If it reused that result, rank 1's probe would wait for it."""
     script = tmp_path / "script.py"
     script.write_text(SINGLE_RANK_THEN_TWO_RANKS_SCRIPT)
     assert torchrun(script, 2, tmp_path).splitlines() == ["built"] * 2

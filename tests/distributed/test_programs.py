@@ -1,11 +1,12 @@
-"""Random training programs under zeroshard do what they do under DDP with the plain optimizer."""
+"""Random training programs give the same results under zeroshard as under DDP with the plain optimizer."""
 
 from __future__ import annotations
 
 import pytest
 
+from tests.programs.injected_bugs import INJECTED_BUGS
 from tests.programs.program import MODES, Backward, Block, Clip, Mode, Optimizer, Program, Step, ZeroGrad
-from tests.programs.runner import run_program
+from tests.programs.runner import DIFFERENT, run_program
 from tests.programs.script import write_script
 from tests.programs.strategies import random_program
 from tests.support import RankPool
@@ -27,7 +28,7 @@ def test_random_programs_of_each_mode_match_ddp(rank_pool: RankPool, mode: str) 
 
 
 def test_ddp_hook_with_unused_experts_and_passes_after_clipping(rank_pool: RankPool) -> None:
-    """A bucket may be sent before DDP hands over one of its gradients, and writes it once more: no edit of the user."""
+    """DDP may write a gradient of a bucket again after the bucket was sent. That is not an edit by the user."""
     clipped_pass = (Backward(), Clip("inf"))
     program = Program(
         ranks=3,
@@ -45,3 +46,11 @@ def test_ddp_hook_with_unused_experts_and_passes_after_clipping(rank_pool: RankP
 def test_many_random_programs_match_ddp(rank_pool: RankPool, ranks: int) -> None:
     for seed in SLOW_SEEDS:
         check_program(rank_pool, random_program(seed, ranks))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("injected_bug", INJECTED_BUGS)
+def test_injected_bug_is_found_within_200_programs(rank_pool: RankPool, injected_bug: str) -> None:
+    programs = (random_program(seed, 2 + seed % 2) for seed in range(2000, 2200))
+    assert any(run_program(rank_pool, program, injected_bug=injected_bug).kind == DIFFERENT for program in programs)

@@ -1,7 +1,8 @@
-"""Ranks that are about to do different things: all of them are told, by rank and first difference, and none hangs."""
+"""Ranks that differ: every rank raises an error that names the ranks and their first difference, and none hangs."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -14,12 +15,12 @@ from torch.optim import SGD, Adam, AdamW
 
 from tests.support import RankContext, ranks
 from tests.support.monitoring import recorded
-from tests.support.oracles import Twins, assert_same, mlp, regression, set_grads, small_model
+from tests.support.oracles import ParityRun, assert_same, mlp, regression, set_grads, small_model
 from zeroshard import RankMismatchError, WholeParams, ZeroConfig, ZeroRedundancyOptimizer, broadcast_object, shard
 from zeroshard.comm import collectives
 
 MakeArguments = Callable[[nn.Module], dict[str, Any]]
-"""The arguments of a rank that differs, given its model."""
+"""Returns the arguments of the rank that differs, given its model."""
 
 
 def default_arguments(model: nn.Module) -> dict[str, Any]:
@@ -31,17 +32,17 @@ class Renamed(Adam):
 
 
 class Reversed(WholeParams):
-    """Another strategy, which says what it is only by its type."""
+    """Another partitioner that differs from its base class only by type."""
 
 
 def with_edited_model(edit: Callable[[Any], object]) -> MakeArguments:
-    """The usual arguments, after something was done to the model."""
+    """The default arguments, after an edit of the model."""
 
-    def change(model: nn.Module) -> dict[str, Any]:
+    def make_arguments(model: nn.Module) -> dict[str, Any]:
         edit(model)
         return default_arguments(model)
 
-    return change
+    return make_arguments
 
 
 def transpose_weight(model: Any) -> None:
@@ -53,7 +54,7 @@ def reshape_weight(model: Any) -> None:
 
 
 def with_params(select: Callable[[list[tuple[str, nn.Parameter]]], Any]) -> MakeArguments:
-    """The usual arguments, but for the parameters."""
+    """The default arguments with other parameters."""
     return lambda model: default_arguments(model) | {"params": select(list(model.named_parameters()))}
 
 
@@ -62,7 +63,7 @@ def with_options(**overrides: Any) -> MakeArguments:
 
 
 def mismatch_cases() -> Iterator[tuple[str, str, MakeArguments]]:
-    """What the usual rank says, what the other one says, and the arguments of the other."""
+    """Patterns for the other ranks' side and the differing rank's side of the error, and its arguments."""
     yield r"parameter 0 \(0.weight\)", r"parameter 0 \(2.bias\)", with_params(lambda pairs: pairs[::-1])
     yield (
         r"parameter 2 \(1.weight\) .*shape \(4, 7\)",
@@ -115,40 +116,42 @@ def mismatch_cases() -> Iterator[tuple[str, str, MakeArguments]]:
 
 @ranks(2, 3, 4)
 def test_different_arguments_raise_rank_mismatch_on_every_rank(ctx: RankContext) -> None:
-    for number, (expected, found, change) in enumerate(mismatch_cases()):
-        odd = number % ctx.world_size
-        others = ", ".join(str(rank) for rank in range(ctx.world_size) if rank != odd)
+    for number, (expected, differing, make_arguments) in enumerate(mismatch_cases()):
+        differing_rank = number % ctx.world_size
+        others = ", ".join(str(rank) for rank in range(ctx.world_size) if rank != differing_rank)
         model = small_model()
         before = [param.data_ptr() for param in model.parameters()]
         with pytest.raises(RankMismatchError) as caught:
-            ZeroRedundancyOptimizer(**(change if ctx.rank == odd else default_arguments)(model))
+            ZeroRedundancyOptimizer(**(make_arguments if ctx.rank == differing_rank else default_arguments)(model))
         sides = dict(side.split(": ", 1) for side in parse_first_mismatch(str(caught.value)).split("; "))
-        assert sides.keys() == {f"rank {odd}", f"rank{'s' if ctx.world_size > 2 else ''} {others}"}
-        assert_matches(sides.pop(f"rank {odd}"), found)
+        assert sides.keys() == {f"rank {differing_rank}", f"rank{'s' if ctx.world_size > 2 else ''} {others}"}
+        assert_matches(sides.pop(f"rank {differing_rank}"), differing)
         assert_matches(sides.popitem()[1], expected)
-        if ctx.rank != odd:
+        if ctx.rank != differing_rank:
             assert [param.data_ptr() for param in model.parameters()] == before
 
 
 def parse_first_mismatch(message: str) -> str:
-    """What ranks say of it, after their numbers of parameters where those differ."""
-    found, told, _ = message.partition(". ")[2].rpartition("The first difference: ")[2].partition(". This is to be")
-    assert told
-    return found
+    """The part of the message with each rank's side, without parameter counts."""
+    mismatch, separator, _ = (
+        message.partition(". ")[2].rpartition("The first difference: ")[2].partition(". This must be")
+    )
+    assert separator
+    return mismatch
 
 
 @ranks(2, 3)
 def test_different_param_counts_are_reported_first(ctx: RankContext) -> None:
     ours = list(small_model().named_parameters())
-    for said, given in (
+    for counts, params in (
         ("6 parameters in 1 group; rank 1: 5 parameters in 1 group", ours[:2] + ours[3:]),
         ("6 parameters in 1 group; rank 1: 6 parameters in 2 groups", [{"params": ours[:2]}, {"params": ours[2:]}]),
     ):
         rest = (
             r"\. The first difference: ranks? 0(, 2)?: parameter 2 \(1\.weight\) in group 0: .*rank 1: parameter 2 \("
         )
-        with pytest.raises(RankMismatchError, match=rf"disagree\. ranks? 0(, 2)?: {said}{rest}"):
-            ZeroRedundancyOptimizer(given if ctx.rank == 1 else ours, Adam)
+        with pytest.raises(RankMismatchError, match=rf"disagree\. ranks? 0(, 2)?: {counts}{rest}"):
+            ZeroRedundancyOptimizer(params if ctx.rank == 1 else ours, Adam)
 
 
 @ranks(2)
@@ -157,9 +160,8 @@ def test_only_the_mismatched_config_field_is_reported(ctx: RankContext) -> None:
         ZeroRedundancyOptimizer(small_model().parameters(), Adam, config=ZeroConfig(allow_mixed_dtypes=bool(ctx.rank)))
     expected = "rank 0: ZeroConfig(allow_mixed_dtypes=False); rank 1: ZeroConfig(allow_mixed_dtypes=True)"
     assert str(caught.value) == (
-        f"making a ZeroRedundancyOptimizer: the ranks disagree. {expected}. This is to be the same on all ranks: look "
-        "for what depends on the rank, such as an option, a file, an order, or a learning rate that one has changed by "
-        "itself."
+        f"ZeroRedundancyOptimizer(): the ranks disagree. {expected}. This must be equal on all ranks: look for a "
+        "model, an option, a file, an order or a learning rate that depends on the rank."
     )
 
 
@@ -181,6 +183,7 @@ def test_each_value_is_reported_with_its_ranks(ctx: RankContext) -> None:
 
 @ranks(1, 2, 3, 4)
 def test_construction_costs_one_small_collective(ctx: RankContext) -> None:
+    ZeroRedundancyOptimizer(small_model().parameters(), Adam)  # the first one makes the group for control messages
     for bucket_view in (False, True):
         with recorded() as traffic:
             ZeroRedundancyOptimizer(small_model(width=500).parameters(), Adam, parameters_as_bucket_view=bucket_view)
@@ -189,30 +192,30 @@ def test_construction_costs_one_small_collective(ctx: RankContext) -> None:
 
 @ranks(2, 3)
 def test_mismatched_param_group_is_rejected_without_side_effects(ctx: RankContext) -> None:
-    def added(model: nn.Module, **options: Any) -> dict[str, Any]:
+    def make_group(model: nn.Module, **options: Any) -> dict[str, Any]:
         return {"params": list(model.parameters()), **options}
 
     for bucket_view in (False, True):
-        twins = Twins(Adam, lr=0.1, zero_only={"parameters_as_bucket_view": bucket_view})
-        twins.train(2)
-        twins.zero.consolidate_state_dict()
+        parity = ParityRun(Adam, lr=0.1, zero_only={"parameters_as_bucket_view": bucket_view})
+        parity.train(2)
+        parity.zero.consolidate_state_dict()
         odd_groups: list[tuple[str, dict[str, Any]]] = [
-            (r"shape \(3, 5\)", added(small_model(width=3))),
-            (r"lr=0\.7", added(small_model(), lr=0.7)),
-            ("parameter 11 .*frozen", added(make_model_with_frozen_last_param())),
+            (r"shape \(3, 5\)", make_group(small_model(width=3))),
+            (r"lr=0\.7", make_group(small_model(), lr=0.7)),
+            ("parameter 11 .*frozen", make_group(make_model_with_frozen_last_param())),
             ("no further parameter", {"params": []}),
         ]
-        for what, group in odd_groups:
-            before = [dict(group) for group in twins.zero.param_groups]
-            with pytest.raises(RankMismatchError, match=rf"add_param_group.*rank 1: [^;]*{what}"):
-                twins.zero.add_param_group(group if ctx.rank == 1 else added(small_model()))
-            assert_same(twins.zero.param_groups, before)
-            assert len(twins.zero.optim.param_groups) == 1
-            assert len(twins.zero.layout.params) == 6
+        for problem, group in odd_groups:
+            before = [dict(group) for group in parity.zero.param_groups]
+            with pytest.raises(RankMismatchError, match=rf"add_param_group.*rank 1: [^;]*{problem}"):
+                parity.zero.add_param_group(group if ctx.rank == 1 else make_group(small_model()))
+            assert_same(parity.zero.param_groups, before)
+            assert len(parity.zero.optim.param_groups) == 1
+            assert len(parity.zero.layout.params) == 6
             if ctx.rank == 0:
-                assert_same(twins.zero.state_dict()["param_groups"], twins.plain.state_dict()["param_groups"])
-        twins.train(2)
-        assert_param_group_can_be_added(twins)
+                assert_same(parity.zero.state_dict()["param_groups"], parity.plain.state_dict()["param_groups"])
+        parity.train(2)
+        assert_param_group_can_be_added(parity)
 
 
 def make_model_with_frozen_last_param() -> nn.Module:
@@ -221,74 +224,91 @@ def make_model_with_frozen_last_param() -> nn.Module:
     return model
 
 
-def assert_param_group_can_be_added(twins: Twins) -> None:
-    """What was refused for a moment can still be done."""
+def assert_param_group_can_be_added(parity: ParityRun) -> None:
+    """After a rejected group, equal groups can still be added."""
     ours, theirs = small_model(1), small_model(1)
-    twins.zero.add_param_group({"params": list(ours.parameters()), "lr": 0.3})
-    twins.plain.add_param_group({"params": list(theirs.parameters()), "lr": 0.3})
+    parity.zero.add_param_group({"params": list(ours.parameters()), "lr": 0.3})
+    parity.plain.add_param_group({"params": list(theirs.parameters()), "lr": 0.3})
     for step in range(2):
         set_grads(ours.parameters(), step)
         set_grads(theirs.parameters(), step)
-        twins.train(1)
+        parity.train(1)
         assert_same(ours.state_dict(), theirs.state_dict())
-    found = twins.zero.full_state_dict()
+    found = parity.zero.full_state_dict()
     if found is not None:
-        assert_same(found, twins.plain.state_dict())
+        assert_same(found, parity.plain.state_dict())
 
 
 @ranks(2, 3)
 @pytest.mark.parametrize("bucket_view", [False, True])
 def test_ranks_in_different_calls_raise_instead_of_hanging(ctx: RankContext, bucket_view: bool) -> None:
-    make = partial(Twins, SGD, lr=0.1, momentum=0.9, zero_only={"parameters_as_bucket_view": bucket_view})
-    twins = make()
-    saved = twins.plain.state_dict()
+    make_run = partial(ParityRun, SGD, lr=0.1, momentum=0.9, zero_only={"parameters_as_bucket_view": bucket_view})
+    parity = make_run()
+    saved = parity.plain.state_dict()
 
     def new_group() -> dict[str, Any]:
         return {"params": list(small_model().parameters())}
 
-    calls: dict[str, Callable[[Twins], object]] = {
-        "step": lambda twins: twins.zero.step(),
-        "closure": lambda twins: twins.zero.step(lambda: 0.0),
-        "consolidate_state_dict": lambda twins: twins.zero.consolidate_state_dict(),
-        "full_state_dict": lambda twins: twins.zero.full_state_dict(),
-        "load_state_dict": lambda twins: twins.zero.load_state_dict(saved),
-        "add_param_group": lambda twins: twins.zero.add_param_group(new_group()),
-        "making a ZeroRedundancyOptimizer": lambda twins: ZeroRedundancyOptimizer(twins.model.parameters(), Adam),
+    calls: dict[str, Callable[[ParityRun], object]] = {
+        "step": lambda parity: parity.zero.step(),
+        "closure": lambda parity: parity.zero.step(lambda: 0.0),
+        "consolidate_state_dict": lambda parity: parity.zero.consolidate_state_dict(),
+        "full_state_dict": lambda parity: parity.zero.full_state_dict(),
+        "load_state_dict": lambda parity: parity.zero.load_state_dict(saved),
+        "add_param_group": lambda parity: parity.zero.add_param_group(new_group()),
+        "ZeroRedundancyOptimizer()": lambda parity: ZeroRedundancyOptimizer(parity.model.parameters(), Adam),
         "broadcast_object": lambda _: broadcast_object("text", 0),
     }
     names = list(calls)
-    for place, name in enumerate(names):
-        other = names[place - 1]
-        twins = make()
-        set_grads(twins.model.parameters(), 0)
+    for index, name in enumerate(names):
+        other = names[index - 1]
+        parity = make_run()
+        set_grads(parity.model.parameters(), 0)
         with pytest.raises(
-            RankMismatchError, match=rf"different calls.*{name}.*{other}|different calls.*{other}.*{name}"
+            RankMismatchError,
+            match=rf"different calls.*{re.escape(name)}.*{re.escape(other)}|{re.escape(other)}.*{re.escape(name)}",
         ):
-            calls[name if ctx.rank == 0 else other](twins)
+            calls[name if ctx.rank == 0 else other](parity)
 
 
 @ranks(2)
 def test_rejected_call_does_not_break_later_calls(ctx: RankContext) -> None:
-    twins = Twins(Adam)
-    twins.train(1)
+    parity = ParityRun(Adam)
+    parity.train(1)
     with pytest.raises(RankMismatchError):
-        (twins.zero.consolidate_state_dict if ctx.rank else twins.zero.full_state_dict)()
-    twins.train(2)
+        (parity.zero.consolidate_state_dict if ctx.rank else parity.zero.full_state_dict)()
+    parity.train(2)
 
 
 @ranks(3, 4)
 def test_tree_consensus_detects_mismatch(ctx: RankContext) -> None:
-    """What large groups do, forced on small ones."""
+    """The consensus algorithm of large groups, forced on small ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "MAX_RING_RANKS", 1)
         with pytest.raises(RankMismatchError, match=r"ranks 0, 1.*: .*lr=0\.1.*rank 2: .*lr=0\.2"):
             ZeroRedundancyOptimizer(small_model().parameters(), Adam, lr=0.2 if ctx.rank == 2 else 0.1)
-        twins = Twins(Adam)
-        twins.train(2)
+        parity = ParityRun(Adam)
+        parity.train(2)
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("bucket_view", [False, True])
+def test_option_changed_on_one_rank_leaves_replicas_equal(ctx: RankContext, bucket_view: bool) -> None:
+    """The drop-in compares options after the update: all ranks have received it when they raise."""
+    parity = ParityRun(SGD, lr=0.1, zero_only={"parameters_as_bucket_view": bucket_view})
+    parity.train(1)
+    if ctx.rank == 0:
+        parity.zero.param_groups[0]["lr"] = 0.5
+    set_grads(parity.model.parameters(), 1)
+    with pytest.raises(RankMismatchError, match=r"rank 0: .*lr=0\.5.*The step was applied: .* its owner's options"):
+        parity.zero.step()
+    params = [param.detach() for param in parity.model.parameters()]
+    for values in ctx.gather(params):
+        assert_same(values, params)
 
 
 class ExtraClosureCallOnRank0(torch.optim.SGD):
-    """Looks at the loss once more on rank 0."""
+    """Calls the closure once more on rank 0."""
 
     def step(self, closure: Any = None) -> Any:
         if closure is not None and dist.get_rank() == 0:
@@ -298,7 +318,7 @@ class ExtraClosureCallOnRank0(torch.optim.SGD):
 
 @ranks(2, 3, timeout=30)
 def test_extra_closure_call_on_one_rank_raises(ctx: RankContext) -> None:
-    """Nothing is left on its way that would be written into parameters later, or waited for."""
+    """No communication stays in flight that would be written into parameters, or waited for, later."""
     model = mlp()
     optimizer = shard(model, ExtraClosureCallOnRank0, lr=0.1)
 
@@ -308,6 +328,6 @@ def test_extra_closure_call_on_one_rank_raises(ctx: RankContext) -> None:
         torch.autograd.backward(loss)
         return loss
 
-    with pytest.raises(RankMismatchError, match=r"different calls.*look for a condition such as `if rank == 0:`"):
+    with pytest.raises(RankMismatchError, match=r"different calls.*look for a call under `if rank == 0:`"):
         optimizer.step(closure)
     assert not optimizer._engine.param_sync.is_in_flight

@@ -1,4 +1,4 @@
-"""The rank pool itself: what reaches the ranks, what comes back, and how runs fail."""
+"""The rank pool itself: arguments, results, failures and reuse of workers."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def assert_no_leaked_state(ctx: RankContext) -> float:
     assert torch.ones(()).dtype == torch.float32
     assert torch.is_grad_enabled()
     warnings.warn("not an error", stacklevel=1)
-    draw = torch.rand(()).item()
+    random_value = torch.rand(()).item()
     torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]).step()
-    return draw
+    return random_value
 
 
 def test_nothing_leaks_into_the_next_run(rank_pool: RankPool) -> None:
@@ -154,11 +154,13 @@ def die_by_signal(ctx: RankContext) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("body", "end"), [(exit_with_code, "exited with code 7"), (die_by_signal, "died of SIGKILL")])
-def test_dead_worker_is_reported(rank_pool: RankPool, body: Callable[..., None], end: str) -> None:
+@pytest.mark.parametrize(
+    ("body", "exit_message"), [(exit_with_code, "exited with code 7"), (die_by_signal, "died of SIGKILL")]
+)
+def test_dead_worker_is_reported(rank_pool: RankPool, body: Callable[..., None], exit_message: str) -> None:
     with pytest.raises(RankFailures) as caught:
         rank_pool.run(body, 2)
-    assert f"[rank 1] failed\n{end}" in str(caught.value)
+    assert f"[rank 1] failed\n{exit_message}" in str(caught.value)
     assert_pool_works(rank_pool)
 
 

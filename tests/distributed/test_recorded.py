@@ -1,6 +1,6 @@
-"""Checkpoints and training runs that earlier code has recorded: loaded, and repeated, with the same bits.
+"""Checkpoints and training runs recorded by earlier versions: they load and repeat bit by bit.
 
-`python -m tests.recorded.write` records them again, which only a change that is meant to change numbers or files needs.
+`python -m tests.recorded.write` records them again. Only intended changes of results or of the file format need that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from zeroshard import checkpoint
 
 
 def repeat_run(ctx: RankContext, name: str) -> None:
-    """Bit for bit in the recorded environment, else within `Mode.tolerance`: other kernels round in other ways."""
+    """Bit by bit in the recorded environment, otherwise within `Mode.tolerance`: other kernels round differently."""
     recorded = values.read(values.runs_file(ctx.world_size))
     is_recorded = recorded["environment"] == environment()
     with MODES[name].training() as training:
@@ -52,13 +52,17 @@ def assert_matches_recording(
     tolerance: float = 0.0,
     recorded_environment: dict[str, str] | None = None,
 ) -> None:
-    if ctx.rank:  # has the parameters alone
+    if ctx.rank:  # only rank 0 has more than parameters
         expected = {key: expected[key] for key in found}
     differences = values.list_differences(found, expected, tolerance)
     if recorded_environment is not None and recorded_environment["torch"] != torch.__version__:
-        # Versions of torch differ in which options an optimizer has.
+        # torch versions differ in the options of optimizers.
         options = "optimizer.param_groups["
-        differences = [it for it in differences if not (it.startswith(options) and it.endswith((" new", " missing")))]
+        differences = [
+            difference
+            for difference in differences
+            if not (difference.startswith(options) and difference.endswith((" new", " missing")))
+        ]
     assert not differences, "\n".join(differences)
 
 
@@ -85,11 +89,11 @@ def read_environment(ctx: RankContext) -> dict[str, str]:
 
 
 def test_warns_if_recorded_runs_are_compared_with_tolerance(rank_pool: RankPool) -> None:
-    """Say so where it is not bit for bit."""
+    """Warn if results are not compared bit by bit."""
     recorded, (found,) = values.read(values.runs_file(2))["environment"], rank_pool.run(read_environment, 1)
     if recorded != found:
-        text = f"recorded runs are compared with a tolerance: recorded with {recorded}, got {found}"
-        warnings.warn(text, stacklevel=1)
+        message = f"recorded runs are compared with a tolerance: recorded with {recorded}, got {found}"
+        warnings.warn(message, stacklevel=1)
 
 
 # ---- Checkpoints
@@ -119,13 +123,13 @@ def load_checkpoint(ctx: RankContext, name: str, folder: Path) -> None:
     with loads_as(name, ctx.world_size).training(overwrite_values) as training, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # random states of other ranks stay unused
         change_options(training)
-        loaded = checkpoint.load(folder, **training.parts())
+        result = checkpoint.load(folder, **training.parts())
         assert_matches_recording(ctx, training.digests(), values.read(values.checkpoint_file(name, "json")))
-        count = saved_by(name)
-        assert (loaded.step, loaded.world_size) == (SAVED_AT, count)
-        assert loaded.extra_by_rank == {rank: extra(rank) for rank in range(count)}
-        if ctx.world_size == count:
-            assert loaded.extra == extra(ctx.rank)
+        saved_world_size = saved_by(name)
+        assert (result.step, result.world_size) == (SAVED_AT, saved_world_size)
+        assert result.extra_by_rank == {rank: extra(rank) for rank in range(saved_world_size)}
+        if ctx.world_size == saved_world_size:
+            assert result.extra == extra(ctx.rank)
             assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(ctx.rank).get_state())
         step_and_check_params_move(ctx, training)
 
@@ -166,5 +170,7 @@ def test_recorded_drop_in_state_dict_loads(ctx: RankContext) -> None:
     plain = torch.optim.AdamW(two_groups(training.model), **ADAMW)
     plain.load_state_dict(saved["optimizer"])
     found = values.flatten(plain.state_dict(), "optimizer")
-    wanted = {key: value for key, value in expected.items() if key.startswith("optimizer.")}
-    assert_matches_recording(RankContext(0, 1), {key: values.digest(value) for key, value in found.items()}, wanted)
+    expected_state = {key: value for key, value in expected.items() if key.startswith("optimizer.")}
+    assert_matches_recording(
+        RankContext(0, 1), {key: values.digest(value) for key, value in found.items()}, expected_state
+    )

@@ -1,4 +1,4 @@
-"""Scripts that know torch's class alone train with ours, to the same numbers."""
+"""Scripts written for torch's class run with zeroshard's class, and give the same results."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from torch.nn.parallel import DistributedDataParallel
 PASSES = 6
 
 
-def model():
+def make_model():
     torch.manual_seed(0)
     layers = [torch.nn.Linear(6, 6) for _ in range(4)]
     return DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.0003)
 
 
 def backward(ddp, number):
-    draw = torch.Generator().manual_seed(100 * number + torch.distributed.get_rank())
-    ddp(torch.randn(4, 6, generator=draw)).square().mean().backward()
+    generator = torch.Generator().manual_seed(100 * number + torch.distributed.get_rank())
+    ddp(torch.randn(4, 6, generator=generator)).square().mean().backward()
 
 
-def plainly():
-    ddp = model()
+def train_sharded():
+    ddp = make_model()
     optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.05)
     assert isinstance(optimizer, torch.distributed.optim.ZeroRedundancyOptimizer)
     for number in range(PASSES):
@@ -51,27 +51,27 @@ def plainly():
     return type(optimizer), ddp.module.state_dict(), state
 
 
-def inside_backward(make):
-    ddp = model()
+def train_overlapped(make_hook):
+    ddp = make_model()
     optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, lr=0.05)
-    ddp.register_comm_hook(None, make(allreduce_hook, ddp, optimizer))
+    ddp.register_comm_hook(None, make_hook(allreduce_hook, ddp, optimizer))
     for number in range(PASSES):
         backward(ddp, number)
         optimizer.zero_grad()
     return type(optimizer), ddp.module.state_dict()
 
 
-def with_hooks():
-    return [inside_backward(make) for make in (hook_with_zero_step, hook_with_zero_step_interleaved)]
+def train_with_hooks():
+    return [train_overlapped(make_hook) for make_hook in (hook_with_zero_step, hook_with_zero_step_interleaved)]
 
 
-def unsharded():
-    ddp = model()
-    ddp.register_comm_hook(None, allreduce_hook)  # DDP's own average rounds in another way
+def train_unsharded():
+    ddp = make_model()
+    ddp.register_comm_hook(None, allreduce_hook)  # DDP's own average rounds differently
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.05)
     for number in range(PASSES):
         backward(ddp, number)
-        if number >= 2:  # in the first two DDP settles its buckets
+        if number >= 2:  # DDP rebuilds its buckets in the first two passes
             optimizer.step()
         optimizer.zero_grad()
     return ddp.module.state_dict()
@@ -79,7 +79,7 @@ def unsharded():
 
 
 def run_script_function(name: str) -> Any:
-    """What a part of a script makes that is imported now."""
+    """Import the script now, and return the result of one of its functions."""
     script = ModuleType("foreign")
     exec(compile(TORCH_ZERO_SCRIPT, "foreign.py", "exec"), vars(script))
     return vars(script)[name]()
@@ -87,36 +87,36 @@ def run_script_function(name: str) -> Any:
 
 @ranks(1, 2, 3, 4)
 def test_unmodified_torch_zero_script_gives_the_same_results(ctx: RankContext) -> None:
-    """Torch's class, without ours in its place, is the oracle."""
-    torchs: Any = zero_redundancy_optimizer.ZeroRedundancyOptimizer
-    kind, model, state = run_script_function("plainly")
+    """The oracle is torch's class, without `replace_torch`."""
+    torch_class: Any = zero_redundancy_optimizer.ZeroRedundancyOptimizer
+    optimizer_class, model, state = run_script_function("train_sharded")
     with zeroshard.replace_torch():
-        found = run_script_function("plainly")
-    back = run_script_function("plainly")
-    assert (found[0], kind, back[0]) == (zeroshard.ZeroRedundancyOptimizer, torchs, torchs)
-    for ours in (found, back):
-        assert_same(ours[1], model, "the model")
-        assert_same(ours[2], state, "the state")
+        replaced = run_script_function("train_sharded")
+    restored = run_script_function("train_sharded")
+    assert (replaced[0], optimizer_class, restored[0]) == (zeroshard.ZeroRedundancyOptimizer, torch_class, torch_class)
+    for result in (replaced, restored):
+        assert_same(result[1], model, "the model")
+        assert_same(result[2], state, "the state")
 
 
 @ranks(1, 2, 3, 4)
 def test_replaced_ddp_hooks_match_unsharded_optimizer(ctx: RankContext) -> None:
-    """Torch's own refuse gloo, so that the unsharded optimizer is the oracle."""
-    expected = run_script_function("unsharded")
+    """torch's own hooks reject gloo, so the unsharded optimizer is the oracle."""
+    expected = run_script_function("train_unsharded")
     with zeroshard.replace_torch():
-        found = run_script_function("with_hooks")
-    for kind, model in found:
-        assert kind is zeroshard.ZeroRedundancyOptimizer
+        results = run_script_function("train_with_hooks")
+    for optimizer_class, model in results:
+        assert optimizer_class is zeroshard.ZeroRedundancyOptimizer
         assert_same(model, expected, "the model")
     with pytest.raises(RuntimeError, match="Gloo"):
-        run_script_function("with_hooks")
+        run_script_function("train_with_hooks")
 
 
 @ranks(2)
 def test_torch_optimizer_built_before_replace_torch_keeps_working(ctx: RankContext) -> None:
-    torchs: Any = zero_redundancy_optimizer.ZeroRedundancyOptimizer
+    torch_class: Any = zero_redundancy_optimizer.ZeroRedundancyOptimizer
     params = [torch.nn.Parameter(torch.full((3,), 1.0 + number)) for number in range(2)]
-    optimizer = torchs(params, torch.optim.SGD, lr=0.5, momentum=0.9)
+    optimizer = torch_class(params, torch.optim.SGD, lr=0.5, momentum=0.9)
     with zeroshard.replace_torch():
         for param in params:
             param.grad = torch.ones(3)

@@ -1,4 +1,4 @@
-"""`optimizer.report()`: what it says is what is there."""
+"""`optimizer.report()` matches the optimizer."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import RankContext, ranks
 from tests.support.monitoring import recorded
-from tests.support.oracles import ADAMW, TINY, ZERO1, ZERO2, mlp, regression, seeded, within
+from tests.support.oracles import ADAMW, TINY, ZERO1, ZERO2, group_size_options, make_seeded, mlp, regression
 from zeroshard import (
     ConsistencyCheck,
     CPUOffload,
+    FlatShards,
     NonFiniteGrads,
     ParamRule,
     PeerCheckpoint,
@@ -40,29 +41,31 @@ def train_step(model: nn.Module, optimizer: Any, number: int) -> None:
     optimizer.zero_grad()
 
 
-def memory_nbytes(report: Report, what: str) -> int:
-    return sum(it.nbytes for it in report.memory if it.category == what)
+def memory_nbytes(report: Report, category: str) -> int:
+    return sum(memory.nbytes for memory in report.memory if memory.category == category)
 
 
 def state_bytes(optimizer: Any) -> int:
-    """All that the inner optimizers keep."""
+    """Bytes of all state tensors of the inner optimizers."""
     entries = [entry for inner in optimizer.inner_optimizers for entry in inner.state.values()]
-    return sum(it.nbytes for entry in entries for it in entry.values() if isinstance(it, torch.Tensor))
+    return sum(value.nbytes for entry in entries for value in entry.values() if isinstance(value, torch.Tensor))
 
 
 def check_report(report: Report, optimizer: Any) -> None:
-    """What must hold of every report."""
+    """Check everything that must hold for every report."""
     layout, rank = optimizer.layout, optimizer.rank
-    assert [it.elements for it in report.ranks] == list(optimizer.balance.numel_per_rank)
-    owned = [len(layout.params_owned_by(Rank(it.rank))) for it in report.ranks]
-    assert [it.parameters for it in report.ranks] == owned
-    assert sum(it.cost_fraction for it in report.ranks) == pytest.approx(1.0)
+    assert [load.elements for load in report.ranks] == list(optimizer.balance.numel_per_rank)
+    owned = [len(layout.params_owned_by(Rank(load.rank))) for load in report.ranks]
+    assert [load.parameters for load in report.ranks] == owned
+    assert sum(load.cost_fraction for load in report.ranks) == pytest.approx(1.0)
     assert report.state_bytes[rank] == memory_nbytes(report, "state") == state_bytes(optimizer)
-    assert memory_nbytes(report, "parameters") >= sum(param.nbytes for param in optimizer._engine.params)
-    for share, bucket in zip(report.buckets, layout.buckets, strict=True):
-        assert share.padding == bucket.numel - sum(layout.params[index].numel for index in bucket.params)
-        assert len(share.parameters) == len(bucket.slots)
-        assert [(r, tuple(bucket.shards[r])) for r, *_ in share.shards] == [(r, (a, b)) for r, a, b in share.shards]
+    assert memory_nbytes(report, "parameters") >= sum(param.nbytes for param in optimizer._engine.params.tensors)
+    for reported, bucket in zip(report.buckets, layout.buckets, strict=True):
+        assert reported.padding == bucket.numel - sum(layout.params[index].numel for index in bucket.params)
+        assert len(reported.parameters) == len(bucket.slots)
+        assert [(owner, tuple(bucket.shards[owner])) for owner, *_ in reported.shards] == [
+            (owner, (start, stop)) for owner, start, stop in reported.shards
+        ]
     assert json.loads(json.dumps(report.as_dict())) == report.as_dict()
     lines = str(report).splitlines()
     assert max(map(len, lines)) <= 100
@@ -70,27 +73,27 @@ def check_report(report: Report, optimizer: Any) -> None:
 
 
 def make_optimizers(world_size: int) -> Iterator[tuple[nn.Module, Any]]:
-    """Models and optimizers of all kinds."""
+    """Models with optimizers in all modes."""
     rules = [
         ParamRule(matrix_params(), torch.optim.Muon, lr=0.1),
         ParamRule(remaining_params, torch.optim.AdamW, lr=0.1),
     ]
-    masters = replace(
+    master_config = replace(
         ZERO2, master_dtype=torch.float64, consistency_check=ConsistencyCheck(every=1), nonfinite=NonFiniteGrads("skip")
     )
-    for config in (ZERO2, ZERO1, ZeroConfig(), replace(ZERO2, overlap_param_gather=True), masters):
-        model = seeded(mlp, 0)
+    for config in (ZERO2, ZERO1, ZeroConfig(), replace(ZERO2, overlap_param_gather=True), master_config):
+        model = make_seeded(mlp, 0)
         yield model, shard(model, torch.optim.AdamW, config=config, **ADAMW)
-    model = seeded(mlp, 0)
+    model = make_seeded(mlp, 0)
     yield model, shard(model, rules)
-    for view in (False, True):
-        model = seeded(mlp, 0)
-        yield model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, None, view, **ADAMW)
-    model = seeded(mlp, 0)
+    for bucket_view in (False, True):
+        model = make_seeded(mlp, 0)
+        yield model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, None, bucket_view, **ADAMW)
+    model = make_seeded(mlp, 0)
     yield model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, config=ZeroConfig(partition=TINY), lr=0.1)
     if world_size % 2 == 0:
-        model = seeded(mlp, 0)
-        yield model, shard(model, torch.optim.AdamW, config=ZERO2, **within((2, world_size // 2)), **ADAMW)
+        model = make_seeded(mlp, 0)
+        yield model, shard(model, torch.optim.AdamW, config=ZERO2, **group_size_options((2, world_size // 2)), **ADAMW)
 
 
 @ranks(1, 2, 3, 4)
@@ -100,7 +103,7 @@ def test_report_matches_the_optimizer(ctx: RankContext) -> None:
         check_report(first, optimizer)
         assert "no step yet" in str(first)
         torch.autograd.backward(regression(model, 0))
-        check_report(optimizer.report(), optimizer)  # gradients are under way, others on none
+        check_report(optimizer.report(), optimizer)  # gradients are in flight with several ranks
         for number in range(2):
             train_step(model, optimizer, number)
         report = optimizer.report()
@@ -114,8 +117,8 @@ def test_report_matches_the_optimizer(ctx: RankContext) -> None:
 
 @ranks(1, 2, 4)
 def test_reported_state_bytes_of_other_ranks_are_correct(ctx: RankContext) -> None:
-    """Where all have the same kinds of parameters."""
-    model = seeded(mlp, 0)
+    """A rank can tell the others' state bytes if all ranks own the same kinds of parameters."""
+    model = make_seeded(mlp, 0)
     optimizer = shard(model, torch.optim.SGD, momentum=0.9, lr=0.1, config=ZERO2)
     train_step(model, optimizer, 0)
     report = optimizer.report()
@@ -132,7 +135,7 @@ def test_report_of_ranks_that_own_nothing(ctx: RankContext) -> None:
     report = optimizer.report()
     check_report(report, optimizer)
     owner = optimizer.layout.owner_of(0)
-    assert [it.elements for it in report.ranks] == [2 * (rank == owner) for rank in range(3)]
+    assert [load.elements for load in report.ranks] == [2 * (rank == owner) for rank in range(3)]
     known = 20 if ctx.rank == owner else None
     assert list(report.state_bytes) == [known if rank == owner else 0 for rank in range(3)]
     assert report.balance.memory_imbalance == 3
@@ -140,27 +143,29 @@ def test_report_of_ranks_that_own_nothing(ctx: RankContext) -> None:
 
 @ranks(2, 3, 4)
 def test_reported_traffic_matches_bytes_sent(ctx: RankContext) -> None:
-    rows = [(1, ctx.world_size)] + ([(2, ctx.world_size // 2), (ctx.world_size, 1)] if ctx.world_size % 2 == 0 else [])
-    for grid in rows:
-        model = seeded(mlp, 0)
-        optimizer = shard(model, torch.optim.AdamW, config=ZERO2, **within(grid), **ADAMW)
+    tested_grids = [(1, ctx.world_size)] + (
+        [(2, ctx.world_size // 2), (ctx.world_size, 1)] if ctx.world_size % 2 == 0 else []
+    )
+    for grid in tested_grids:
+        model = make_seeded(mlp, 0)
+        optimizer = shard(model, torch.optim.AdamW, config=ZERO2, **group_size_options(grid), **ADAMW)
         train_step(model, optimizer, 0)
         with recorded() as traffic:
             torch.autograd.backward(regression(model, 1))
-            optimizer.clip_grad_value_(1e9)  # what threads send is on its way by then
+            optimizer.clip_grad_value_(1e9)  # waits until background threads have sent their messages
             sent_grads = sum(traffic.sizes("isend"))
             optimizer.step()
-        wire = optimizer.report().comm_volume
-        assert (wire.grad_bytes, wire.param_bytes) == (sent_grads, sum(traffic.sizes("isend")) - sent_grads), grid
+        volume = optimizer.report().comm_volume
+        assert (volume.grad_bytes, volume.param_bytes) == (sent_grads, sum(traffic.sizes("isend")) - sent_grads), grid
         optimizer.zero_grad()
-    frozen = seeded(mlp, 0).requires_grad_(False)
+    frozen = make_seeded(mlp, 0).requires_grad_(False)
     plain = ZeroRedundancyOptimizer(frozen.parameters(), torch.optim.SGD, lr=0.1)
     assert plain.report().comm_volume == (None, 0)
 
 
 @ranks(2, 3)
 def test_memory_is_reported_by_purpose(ctx: RankContext) -> None:
-    model = seeded(mlp, 0).bfloat16()
+    model = make_seeded(mlp, 0).bfloat16()
     config = replace(ZERO2, master_dtype=torch.float32)
     optimizer = shard(model, torch.optim.AdamW, config=config, **ADAMW)
     before = optimizer.report()
@@ -174,14 +179,14 @@ def test_memory_is_reported_by_purpose(ctx: RankContext) -> None:
     assert memory_nbytes(report, "staging") > 0
     with optimizer.no_sync():
         torch.autograd.backward(model(torch.ones(2, 6).bfloat16()).sum())
-    whole = sum(param.nbytes for param in model.parameters())
-    assert memory_nbytes(optimizer.report(), "gradients") == 4 * sum(lengths) + whole
+    local_grad_bytes = sum(param.nbytes for param in model.parameters())
+    assert memory_nbytes(optimizer.report(), "gradients") == 4 * sum(lengths) + local_grad_bytes
     optimizer.zero_grad()
 
 
 @ranks(2)
 def test_report_before_and_after_ddp_buckets_are_known(ctx: RankContext) -> None:
-    model = DistributedDataParallel(seeded(mlp, 0))
+    model = DistributedDataParallel(make_seeded(mlp, 0))
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, overlap_with_ddp=True, **ADAMW)
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -200,6 +205,16 @@ def test_report_before_and_after_ddp_buckets_are_known(ctx: RankContext) -> None
 
 
 @ranks(2)
+def test_report_says_who_reduces_gradients_with_ddp_hook(ctx: RankContext) -> None:
+    model = DistributedDataParallel(make_seeded(mlp, 0))
+    config = ZeroConfig(partition=FlatShards())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, config=config, **ADAMW)
+    assert "gradients: taken from param.grad" in str(optimizer.report())
+    model.register_comm_hook(None, optimizer.ddp_hook())
+    assert "gradients: reduce-scattered during backward; param.grad is kept (ZeRO-1)" in str(optimizer.report())
+
+
+@ranks(2)
 def test_report_counters(ctx: RankContext) -> None:
     config = replace(
         ZERO2,
@@ -207,7 +222,7 @@ def test_report_counters(ctx: RankContext) -> None:
         nonfinite=NonFiniteGrads("skip"),
         peer_checkpoint=PeerCheckpoint(every=1),
     )
-    model = seeded(mlp, 0)
+    model = make_seeded(mlp, 0)
     optimizer = shard(model, torch.optim.AdamW, config=config, **ADAMW)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -220,7 +235,7 @@ def test_report_counters(ctx: RankContext) -> None:
     counters = optimizer.report().counters
     assert counters[:5] == (3, 1, 1, 2, 3)
     assert counters.peer_snapshot_bytes > 0
-    assert memory_nbytes(optimizer.report(), "second copies") > 0
+    assert memory_nbytes(optimizer.report(), "peer snapshots") > 0
     text = str(optimizer.report())
     assert "1 with non-finite gradients, 1 skipped" in text
     assert "peer checkpoint: of step 3" in text
@@ -228,7 +243,7 @@ def test_report_counters(ctx: RankContext) -> None:
 
 @ranks(1)
 def test_offload_without_gpu_warns(ctx: RankContext) -> None:
-    model = seeded(mlp, 0)
+    model = make_seeded(mlp, 0)
     with pytest.warns(UserWarning, match="no effect"):
         optimizer = shard(model, torch.optim.AdamW, config=ZeroConfig(offload=CPUOffload()), **ADAMW)
     check_report(optimizer.report(), optimizer)
@@ -245,15 +260,18 @@ def test_offloaded_state_is_reported_as_host_memory(ctx: RankContext) -> None:
     report = optimizer.report()
     check_report(report, optimizer)
     elements = sum(param.numel() for param in model.parameters())
-    host = {it.category: it.nbytes for it in report.memory if it.device == "cpu"}
+    host = {memory.category: memory.nbytes for memory in report.memory if memory.device == "cpu"}
     assert host["master weights"] >= 8 * elements
     assert host["state"] >= 2 * 8 * elements
-    assert sum(it.nbytes for it in report.memory if it.category == "parameters" and it.device == "cuda") >= 4 * elements
+    assert (
+        sum(memory.nbytes for memory in report.memory if memory.category == "parameters" and memory.device == "cuda")
+        >= 4 * elements
+    )
 
 
 @ranks(2)
 def test_report_sends_nothing(ctx: RankContext) -> None:
-    model = seeded(mlp, 0)
+    model = make_seeded(mlp, 0)
     optimizer = shard(model, torch.optim.AdamW, config=ZERO2, **ADAMW)
     if ctx.rank == 1:
         with recorded() as traffic:
@@ -265,16 +283,16 @@ def test_report_sends_nothing(ctx: RankContext) -> None:
 
 @ranks(2)
 def test_report_on_one_rank_before_first_step(ctx: RankContext) -> None:
-    """Nothing that ranks must do in the same order may be done for it."""
+    """A report must not do anything that all ranks have to do in the same order."""
     rules = [
         ParamRule(matrix_params(), torch.optim.Muon, lr=0.01),
         ParamRule(remaining_params, torch.optim.AdamW, lr=0.01),
     ]
-    models = [seeded(mlp, 0) for _ in range(3)]
+    models = [make_seeded(mlp, 0) for _ in range(3)]
     optimizers: list[Any] = []
-    kinds: list[Any] = [rules, torch.optim.AdamW, torch.optim.AdamW]
-    for model, given in zip(models, kinds, strict=True):
-        optimizers.append(shard(model, given))
+    optimizer_arguments: list[Any] = [rules, torch.optim.AdamW, torch.optim.AdamW]
+    for model, optimizer_argument in zip(models, optimizer_arguments, strict=True):
+        optimizers.append(shard(model, optimizer_argument))
         if ctx.rank == 0:
             optimizers[-1].report()
     for model, optimizer in [*zip(models, optimizers, strict=True)][::-1]:
@@ -283,7 +301,7 @@ def test_report_on_one_rank_before_first_step(ctx: RankContext) -> None:
 
 
 def assert_same_on_all_ranks(models: list[nn.Module]) -> None:
-    mine = torch.cat([param.detach().view(-1) for model in models for param in model.parameters()])
-    theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(theirs, mine)
-    assert all(torch.equal(it, mine) for it in theirs)
+    own_values = torch.cat([param.detach().view(-1) for model in models for param in model.parameters()])
+    all_values = [torch.empty_like(own_values) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_values, own_values)
+    assert all(torch.equal(values, own_values) for values in all_values)

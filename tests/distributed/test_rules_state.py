@@ -1,4 +1,4 @@
-"""State of several optimizer classes: one dict and one checkpoint, at any number of ranks, and into plain torch."""
+"""State of several optimizer classes: state dicts and checkpoints at any world size, also for plain optimizers."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from tests.support.oracles import (
     CONFIGS,
     MUON,
     RULES_ADAMW,
-    RulesPair,
+    RulesParityRun,
     Words,
     assert_same,
-    hidden,
+    is_hidden_matrix,
+    make_seeded,
     muon_and_adamw,
-    parted,
     rules,
-    seeded,
+    split_by_group,
 )
-from zeroshard import CheckpointError, ParamRule, RankFailedError, checkpoint, remaining_params, shard
+from zeroshard import CheckpointError, ConfigError, ParamRule, RankFailedError, checkpoint, remaining_params, shard
 
 State = dict[str, Any]
 
 
 def broadcast_from_rank0(value: Any) -> Any:
-    held = [value]
-    dist.broadcast_object_list(held, src=0)
-    return held[0]
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def train_on_same_data(model: nn.Module, optimizer: Any, steps: int, *, first_step: int = 0) -> None:
-    """On the same data on all ranks: means over a power of two of them are exact."""
+    """Train on the same data on all ranks: averages over 1, 2 or 4 ranks are exact."""
     for number in range(first_step, first_step + steps):
         words = torch.randperm(11, generator=torch.Generator().manual_seed(number))[:7]
         torch.autograd.backward(nn.functional.cross_entropy(model(words), words.roll(1)))
@@ -57,37 +57,37 @@ def train_on_same_data(model: nn.Module, optimizer: Any, steps: int, *, first_st
 
 @ranks(1, 2, 3)
 def test_state_dict_round_trips_through_plain_optimizers(ctx: RankContext) -> None:
-    pair = RulesPair(config=CONFIGS[1])
-    pair.train(2)
-    whole = broadcast_from_rank0(pair.zero.full_state_dict())
-    for member, part in zip(pair.plain.members, parted(whole), strict=True):
-        member.load_state_dict(part)
-    pair.train(1)
-    plain = pair.plain.state_dict()
-    kept = copy.deepcopy(plain)
-    pair.zero.load_state_dict(plain)
-    assert_same(plain, kept, "what was given")
-    assert [group["optimizer"] for group in pair.zero.param_groups] == ["Muon", "AdamW"]
-    pair.train(2)
-    pair.check_state()
+    parity = RulesParityRun(config=CONFIGS[1])
+    parity.train(2)
+    full_state = broadcast_from_rank0(parity.zero.full_state_dict())
+    for member, group_state in zip(parity.plain.members, split_by_group(full_state), strict=True):
+        member.load_state_dict(group_state)
+    parity.train(1)
+    plain = parity.plain.state_dict()
+    original = copy.deepcopy(plain)
+    parity.zero.load_state_dict(plain)
+    assert_same(plain, original, "the loaded dict")
+    assert [group["optimizer"] for group in parity.zero.param_groups] == ["Muon", "AdamW"]
+    parity.train(2)
+    parity.check_state()
 
 
 @ranks(4)
 def test_state_dict_loads_at_another_world_size(ctx: RankContext) -> None:
-    reference = seeded(Words)
+    reference = make_seeded(Words)
     train_on_same_data(reference, muon_and_adamw(reference), 4)
     for saving, loading in ((1, 4), (4, 2), (2, 1)):
         group = first_ranks(saving)
         saved: list[Any] = [None, None]
         if group is not None:
-            model = seeded(Words)
+            model = make_seeded(Words)
             zero = shard(model, rules(), process_group=group, config=CONFIGS[1])
             train_on_same_data(model, zero, 2)
             saved = [zero.full_state_dict(), model.state_dict()]
         dist.broadcast_object_list(saved, src=0)
         group = first_ranks(loading)
         if group is not None:
-            model = seeded(Words, 9)
+            model = make_seeded(Words, 9)
             zero = shard(model, rules(), process_group=group)
             zero.load_state_dict(saved[0])
             model.load_state_dict(saved[1])
@@ -98,125 +98,138 @@ def test_state_dict_loads_at_another_world_size(ctx: RankContext) -> None:
 
 @ranks(2)
 def test_state_dict_of_other_optimizer_classes_is_rejected(ctx: RankContext) -> None:
-    """The same groups, and state of the same names and shapes."""
-    given = [ParamRule(hidden, SGD, lr=0.1, momentum=0.9), ParamRule(remaining_params, AdamW, **RULES_ADAMW)]
-    model = seeded(Words)
-    zero = shard(model, given, config=CONFIGS[1])
+    """The groups, and the names and shapes of the state, are the same."""
+    other_rules = [
+        ParamRule(is_hidden_matrix, SGD, lr=0.1, momentum=0.9),
+        ParamRule(remaining_params, AdamW, **RULES_ADAMW),
+    ]
+    model = make_seeded(Words)
+    zero = shard(model, other_rules, config=CONFIGS[1])
     train_on_same_data(model, zero, 1)
     saved = broadcast_from_rank0(zero.full_state_dict())
-    pair = RulesPair(config=CONFIGS[1])
-    pair.train(1)
-    with pytest.raises(CheckpointError, match="group 0 of the loaded state dict is of SGD, but Muon updates it here"):
-        pair.zero.load_state_dict(saved)
+    parity = RulesParityRun(config=CONFIGS[1])
+    parity.train(1)
+    with pytest.raises(CheckpointError, match=r"group 0 of the loaded state dict belongs to SGD, .* with Muon"):
+        parity.zero.load_state_dict(saved)
     with pytest.raises(CheckpointError, match="different number of parameter groups: it has 1, this optimizer has 2"):
-        pair.zero.load_state_dict({"state": {}, "param_groups": saved["param_groups"][:1]})
-    pair.train(1)
-    pair.check_state()
+        parity.zero.load_state_dict({"state": {}, "param_groups": saved["param_groups"][:1]})
+    parity.train(1)
+    parity.check_state()
 
 
 @ranks(2)
 def test_load_failure_in_second_optimizer_rolls_back_the_first(ctx: RankContext) -> None:
-    pair = RulesPair(config=CONFIGS[1])
-    pair.train(2)
-    saved = broadcast_from_rank0(pair.zero.full_state_dict())
-    pair.train(1)
+    parity = RulesParityRun(config=CONFIGS[1])
+    parity.train(2)
+    saved = broadcast_from_rank0(parity.zero.full_state_dict())
+    parity.train(1)
 
-    def refuse(*_: Any) -> None:
+    def fail_to_load(*_: Any) -> None:
         raise ArithmeticError("not this one")
 
-    hook = pair.zero.inner_optimizers[1].register_load_state_dict_post_hook(refuse if ctx.rank == 1 else lambda _: None)
+    hook = parity.zero.inner_optimizers[1].register_load_state_dict_post_hook(
+        fail_to_load if ctx.rank == 1 else lambda _: None
+    )
     with pytest.raises(ArithmeticError if ctx.rank == 1 else RankFailedError, match="not this one"):
-        pair.zero.load_state_dict(saved)
+        parity.zero.load_state_dict(saved)
     hook.remove()
-    pair.train(1)
-    pair.check_state()
+    parity.train(1)
+    parity.check_state()
 
 
 @ranks(1, 2, 3)
 def test_torch_state_dict_helpers_and_dcp_round_trip(ctx: RankContext, tmp_path: Path) -> None:
-    """`get_optimizer_state_dict` by names, DCP, and `set_optimizer_state_dict`; before the first step, too."""
-    pair = RulesPair(config=CONFIGS[1])
-    early: State = get_optimizer_state_dict(pair.model, pair.zero)
+    """`get_optimizer_state_dict` by name, also before the first step, then DCP and `set_optimizer_state_dict`."""
+    parity = RulesParityRun(config=CONFIGS[1])
+    early: State = get_optimizer_state_dict(parity.model, parity.zero)
     assert {*chain(*ctx.gather(list(early["state"]["blocks.0.1.weight"])))} == {"momentum_buffer"}
-    pair.train(2)
-    dcp_save({"optim": get_optimizer_state_dict(pair.model, pair.zero)}, checkpoint_id=tmp_path)
-    expected = broadcast_from_rank0(pair.zero.full_state_dict())
-    other = seeded(Words, 5)
-    into = shard(other, rules(), config=CONFIGS[4])
-    target = {"optim": get_optimizer_state_dict(other, into)}
+    parity.train(2)
+    dcp_save({"optim": get_optimizer_state_dict(parity.model, parity.zero)}, checkpoint_id=tmp_path)
+    expected = broadcast_from_rank0(parity.zero.full_state_dict())
+    loaded_model = make_seeded(Words, 5)
+    loaded_optimizer = shard(loaded_model, rules(), config=CONFIGS[4])
+    target = {"optim": get_optimizer_state_dict(loaded_model, loaded_optimizer)}
     dcp_load(target, checkpoint_id=tmp_path)
-    set_optimizer_state_dict(other, into, target["optim"])
-    found = broadcast_from_rank0(into.full_state_dict())
-    assert_same([it["state"] for it in parted(found)], [it["state"] for it in parted(expected)], "the state")
+    set_optimizer_state_dict(loaded_model, loaded_optimizer, target["optim"])
+    found = broadcast_from_rank0(loaded_optimizer.full_state_dict())
+    assert_same(
+        [group_state["state"] for group_state in split_by_group(found)],
+        [group_state["state"] for group_state in split_by_group(expected)],
+        "the state",
+    )
     assert found["param_groups"] == expected["param_groups"]
 
 
 @ranks(1, 2)
 def test_torch_state_dict_helpers_load_into_plain_optimizers(ctx: RankContext) -> None:
-    pair = RulesPair(config=CONFIGS[1])
-    pair.train(2)
-    whole = StateDictOptions(full_state_dict=True)
-    found = get_optimizer_state_dict(pair.model, pair.zero, options=whole)
-    model = seeded(Words, 5)
+    parity = RulesParityRun(config=CONFIGS[1])
+    parity.train(2)
+    full = StateDictOptions(full_state_dict=True)
+    found = get_optimizer_state_dict(parity.model, parity.zero, options=full)
+    model = make_seeded(Words, 5)
     named = dict(model.named_parameters())
-    plain: list[Optimizer] = [Muon([named[n] for n in pair.zero.param_groups[0]["param_names"]], **MUON)]
-    plain.append(AdamW([named[n] for n in pair.zero.param_groups[1]["param_names"]], **RULES_ADAMW))
-    set_optimizer_state_dict(model, plain, found, options=whole)
-    expected = broadcast_from_rank0(pair.zero.full_state_dict())["state"]
-    assert_same([state for it in plain for state in it.state_dict()["state"].values()], list(expected.values()))
+    plain: list[Optimizer] = [Muon([named[name] for name in parity.zero.param_groups[0]["param_names"]], **MUON)]
+    plain.append(AdamW([named[name] for name in parity.zero.param_groups[1]["param_names"]], **RULES_ADAMW))
+    set_optimizer_state_dict(model, plain, found, options=full)
+    expected = broadcast_from_rank0(parity.zero.full_state_dict())["state"]
+    assert_same(
+        [state for optimizer in plain for state in optimizer.state_dict()["state"].values()], list(expected.values())
+    )
 
 
 @ranks(1)
 def test_checkpoint_of_one_rule_loads_into_two_rules_of_the_same_class(ctx: RankContext, tmp_path: Path) -> None:
-    pair = RulesPair()
-    pair.train(2)
-    checkpoint.save(tmp_path, step=2, model=pair.model, optimizer=pair.zero)
+    parity = RulesParityRun()
+    parity.train(2)
+    checkpoint.save(tmp_path, step=2, model=parity.model, optimizer=parity.zero)
     adamw = rules()[1]
-    half = [
-        ParamRule(lambda n, p: hidden(n, p) and "0" in n, Muon),
-        ParamRule(lambda n, p: hidden(n, p) and "0" not in n, Muon),
+    muon_rules = [
+        ParamRule(lambda name, param: is_hidden_matrix(name, param) and "0" in name, Muon),
+        ParamRule(lambda name, param: is_hidden_matrix(name, param) and "0" not in name, Muon),
     ]
-    model = seeded(Words, 1)
-    several = shard(model, [*half, adamw])
+    model = make_seeded(Words, 1)
+    several = shard(model, [*muon_rules, adamw])
     assert [group["optimizer"] for group in several.param_groups] == ["Muon", "Muon 2", "AdamW"]
     checkpoint.load(tmp_path, model=model, optimizer=several)
     assert [group["optimizer"] for group in several.param_groups] == ["Muon", "Muon 2", "AdamW"]
     found, expected = (
-        {name: dict(it.state[p]) for name, p in m.named_parameters()}
-        for it, m in ((several, model), (pair.zero, pair.model))
+        {name: dict(optimizer.state[param]) for name, param in net.named_parameters()}
+        for optimizer, net in ((several, model), (parity.zero, parity.model))
     )
     assert_same(found, expected)
 
 
 @ranks(2, 3)
 def test_sharded_state_dict_holds_only_owned_state(ctx: RankContext) -> None:
-    pair = RulesPair(config=CONFIGS[1])
-    pair.train(1)
-    part = pair.zero.sharded_state_dict()
-    assert set(part["state"]) == set(range(len(pair.zero.layout.params)))
-    mine = {
-        spec.index for spec in pair.zero.layout.params if spec.index in pair.zero.layout.params_owned_by(pair.zero.rank)
+    parity = RulesParityRun(config=CONFIGS[1])
+    parity.train(1)
+    sharded_state = parity.zero.sharded_state_dict()
+    assert set(sharded_state["state"]) == set(range(len(parity.zero.layout.params)))
+    owned = {
+        spec.index
+        for spec in parity.zero.layout.params
+        if spec.index in parity.zero.layout.params_owned_by(parity.zero.rank)
     }
-    assert {index for index, state in part["state"].items() if state} == mine
-    assert [group["optimizer"] for group in part["param_groups"]] == ["Muon", "AdamW"]
+    assert {index for index, state in sharded_state["state"].items() if state} == owned
+    assert [group["optimizer"] for group in sharded_state["param_groups"]] == ["Muon", "AdamW"]
 
 
 @ranks(4)
 def test_checkpoint_resumes_at_another_world_size(ctx: RankContext, tmp_path: Path) -> None:
-    reference = seeded(Words)
+    reference = make_seeded(Words)
     train_on_same_data(reference, muon_and_adamw(reference), 5)
     for saving, loading in ((1, 4), (4, 2), (2, 1)):
         folder = tmp_path / f"from-{saving}"
         group = first_ranks(saving)
         if group is not None:
-            model = seeded(Words)
+            model = make_seeded(Words)
             zero = shard(model, rules(), process_group=group, config=CONFIGS[1])
             train_on_same_data(model, zero, 2)
             checkpoint.save(folder, step=2, model=model, optimizer=zero, process_group=group)
         dist.barrier()
         group = first_ranks(loading)
         if group is not None:
-            model = seeded(Words, 9)
+            model = make_seeded(Words, 9)
             zero = shard(model, rules(), process_group=group)
             train_on_same_data(model, zero, 1)
             checkpoint.load(folder, model=model, optimizer=zero, process_group=group)
@@ -227,57 +240,64 @@ def test_checkpoint_resumes_at_another_world_size(ctx: RankContext, tmp_path: Pa
 
 @ranks(2)
 def test_checkpoint_loads_into_plain_optimizers(ctx: RankContext, tmp_path: Path) -> None:
-    model = seeded(Words)
+    model = make_seeded(Words)
     zero = shard(model, rules())
     train_on_same_data(model, zero, 2)
     checkpoint.save(tmp_path, step=2, model=model, optimizer=zero)
-    whole = broadcast_from_rank0(zero.full_state_dict())
-    reference = seeded(Words, 5)
-    plain = muon_and_adamw(reference)
+    full_state = broadcast_from_rank0(zero.full_state_dict())
+    plain_model = make_seeded(Words, 5)
+    plain = muon_and_adamw(plain_model)
     for member in plain.members:
-        checkpoint.load(tmp_path, model=reference, optimizer=member, strict=False)
-    assert_same(reference.state_dict(), model.state_dict(), "the model")
-    assert_same([it.state_dict()["state"] for it in plain.members], [it["state"] for it in parted(whole)], "the state")
+        checkpoint.load(tmp_path, model=plain_model, optimizer=member, strict=False)
+    assert_same(plain_model.state_dict(), model.state_dict(), "the model")
+    assert_same(
+        [member.state_dict()["state"] for member in plain.members],
+        [group_state["state"] for group_state in split_by_group(full_state)],
+        "the state",
+    )
 
 
 def make_other_rules() -> list[ParamRule]:
-    return [ParamRule(hidden, AdamW, **RULES_ADAMW), ParamRule(remaining_params, SGD, lr=0.1, momentum=0.9)]
+    return [ParamRule(is_hidden_matrix, AdamW, **RULES_ADAMW), ParamRule(remaining_params, SGD, lr=0.1, momentum=0.9)]
 
 
 @ranks(1, 2, 3)
 def test_checkpoint_of_other_rules_is_rejected_without_changes(ctx: RankContext, tmp_path: Path) -> None:
-    model = seeded(Words, 5)
+    model = make_seeded(Words, 5)
     other = shard(model, make_other_rules())
     train_on_same_data(model, other, 1)
     checkpoint.save(tmp_path, step=1, model=model, optimizer=other)
-    pair = RulesPair(config=CONFIGS[1])
-    pair.train(1)
-    with pytest.raises(CheckpointError, match="is of another optimizer class"):
-        checkpoint.load(tmp_path, model=pair.model, optimizer=pair.zero)
-    pair.train(1)
-    pair.check_state()
+    parity = RulesParityRun(config=CONFIGS[1])
+    parity.train(1)
+    with pytest.raises(CheckpointError, match="which this optimizer updates with"):
+        checkpoint.load(tmp_path, model=parity.model, optimizer=parity.zero)
+    parity.train(1)
+    parity.check_state()
 
 
 @ranks(2)
 def test_checkpoint_of_class_with_same_state_keys_is_rejected_by_class_name(ctx: RankContext, tmp_path: Path) -> None:
-    model = seeded(Words, 5)
+    model = make_seeded(Words, 5)
     other = shard(
-        model, [ParamRule(hidden, SGD, lr=0.1, momentum=0.9), ParamRule(remaining_params, AdamW, **RULES_ADAMW)]
+        model,
+        [ParamRule(is_hidden_matrix, SGD, lr=0.1, momentum=0.9), ParamRule(remaining_params, AdamW, **RULES_ADAMW)],
     )
     train_on_same_data(model, other, 1)
     checkpoint.save(tmp_path, step=1, model=model, optimizer=other)
-    pair = RulesPair()
-    pair.train(1)
-    with pytest.raises(CheckpointError, match="is of SGD, but Muon updates it here"):
-        checkpoint.load(tmp_path, model=pair.model, optimizer=pair.zero)
-    pair.train(1)
+    parity = RulesParityRun()
+    parity.train(1)
+    with pytest.raises(
+        CheckpointError, match=r"has state of SGD for blocks\.0\.1\.weight, which this optimizer updates with Muon"
+    ):
+        checkpoint.load(tmp_path, model=parity.model, optimizer=parity.zero)
+    parity.train(1)
 
 
-# ---- groups that come later
+# ---- Groups added later
 
 
 class GrowingNet(nn.Module):
-    """`Words`, with a block that is not there at first."""
+    """`Words`, with a block that `grow` adds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,58 +323,59 @@ GROWING_RULES = [ParamRule(lambda name, param: ".blocks." in name and param.dim(
 @ranks(1, 2, 3)
 def test_added_groups_name_their_optimizer(ctx: RankContext) -> None:
     for config, at_once in product((CONFIGS[0], CONFIGS[1]), (False, True)):
-        pair = RulesPair(GROWING_RULES, make_plain_optimizers, make=GrowingNet, config=config)
-        pair.train(2)
-        for model in (pair.model, pair.plain_model):
+        parity = RulesParityRun(GROWING_RULES, make_plain_optimizers, make=GrowingNet, config=config)
+        parity.train(2)
+        for model in (parity.model, parity.plain_model):
             model.grow()  # type: ignore[operator]
-        pair.wrap_plain()
-        add_block_groups(pair, at_once=at_once)
-        assert [group["optimizer"] for group in pair.zero.param_groups] == ["Muon", "AdamW", "Muon", "AdamW"]
-        assert pair.zero.param_groups[2]["param_names"] == ["late.0.weight", "late.2.weight"]
-        pair.train(3)
-        saved = broadcast_from_rank0(pair.zero.full_state_dict())
-        pair.zero.load_state_dict(saved)
-        pair.train(1)
+        parity.wrap_plain()
+        add_block_groups(parity, at_once=at_once)
+        assert [group["optimizer"] for group in parity.zero.param_groups] == ["Muon", "AdamW", "Muon", "AdamW"]
+        assert parity.zero.param_groups[2]["param_names"] == ["late.0.weight", "late.2.weight"]
+        parity.train(3)
+        saved = broadcast_from_rank0(parity.zero.full_state_dict())
+        parity.zero.load_state_dict(saved)
+        parity.train(1)
 
 
-def add_block_groups(pair: RulesPair, *, at_once: bool = False) -> None:
-    muon, adamw = pair.plain.members
-    kept: list[dict[str, Any]] = []
-    add = kept.append if at_once else pair.zero.add_param_group
+def add_block_groups(parity: RulesParityRun, *, at_once: bool = False) -> None:
+    muon, adamw = parity.plain.members
+    new_groups: list[dict[str, Any]] = []
+    add = new_groups.append if at_once else parity.zero.add_param_group
     for model, add_matrices, add_rest in (
-        (pair.model, add, add),
-        (pair.plain_model, muon.add_param_group, adamw.add_param_group),
+        (parity.model, add, add),
+        (parity.plain_model, muon.add_param_group, adamw.add_param_group),
     ):
-        ours = model is pair.model
-        late = dict(model.late.named_parameters(prefix="late"))  # type: ignore[union-attr]
-        large = [it for it in late.items() if it[1].dim() == 2]
-        small = [it for it in late.items() if it[1].dim() == 1]
-        # All that the plain classes take; that they are told apart is what is new.
-        add_matrices({"params": large, "lr": 0.1, **({"optimizer": "Muon"} if ours else {})})
-        add_rest({"params": small, "lr": 0.2, **({"optimizer": "AdamW"} if ours else {})})
+        is_sharded = model is parity.model
+        new_params = dict(model.late.named_parameters(prefix="late"))  # type: ignore[union-attr]
+        matrices = [item for item in new_params.items() if item[1].dim() == 2]
+        biases = [item for item in new_params.items() if item[1].dim() == 1]
+        # The groups are the same as for plain optimizers, except for the option `optimizer`.
+        add_matrices({"params": matrices, "lr": 0.1, **({"optimizer": "Muon"} if is_sharded else {})})
+        add_rest({"params": biases, "lr": 0.2, **({"optimizer": "AdamW"} if is_sharded else {})})
     if at_once:
-        pair.zero.add_param_groups(kept)
+        parity.zero.add_param_groups(new_groups)
 
 
 @ranks(1, 2, 3)
 def test_rejected_group_changes_nothing(ctx: RankContext) -> None:
-    pair = RulesPair(GROWING_RULES, make_plain_optimizers, make=GrowingNet, config=CONFIGS[1])
-    pair.train(1)
-    for model in (pair.model, pair.plain_model):
+    parity = RulesParityRun(GROWING_RULES, make_plain_optimizers, make=GrowingNet, config=CONFIGS[1])
+    parity.train(1)
+    for model in (parity.model, parity.plain_model):
         model.grow()  # type: ignore[operator]
-    pair.wrap_plain()
-    late = [*pair.model.late.parameters()]  # type: ignore[union-attr]
-    digest = pair.zero.layout.digest
+    parity.wrap_plain()
+    new_params = [*parity.model.late.parameters()]  # type: ignore[union-attr]
+    digest = parity.zero.layout.digest
     for group, problem in (
-        ({"params": late}, r"'optimizer' is to be one of \['Muon', 'AdamW'\], not None"),
-        ({"params": late, "optimizer": "SGD"}, r"\['Muon', 'AdamW'\], not 'SGD'"),
-        ({"params": [*late, late[0]], "optimizer": "Muon"}, "share memory"),
-        ({"params": late, "optimizer": "AdamW" if ctx.rank else "SGD"}, "not 'SGD'"),
+        ({"params": new_params}, r"group\['optimizer'\] to one of \['Muon', 'AdamW'\], got None"),
+        ({"params": new_params, "optimizer": "SGD"}, r"\['Muon', 'AdamW'\], got 'SGD'"),
+        ({"params": [*new_params, new_params[0]], "optimizer": "Muon"}, "share memory"),
+        ({"params": new_params, "optimizer": "AdamW" if ctx.rank else "SGD"}, "got 'SGD'"),
     ):
-        with pytest.raises(Exception, match=problem):
-            pair.zero.add_param_group(group)
-        assert pair.zero.layout.digest == digest
-        assert len(pair.zero.param_groups) == 2
-        assert [len(it.param_groups) for it in pair.zero.inner_optimizers] == [1, 1]
-    add_block_groups(pair)
-    pair.train(2)
+        is_valid_here = group.get("optimizer") == "AdamW"  # rank 0 has another one
+        with pytest.raises(RankFailedError if is_valid_here else ConfigError, match=problem):
+            parity.zero.add_param_group(group)
+        assert parity.zero.layout.digest == digest
+        assert len(parity.zero.param_groups) == 2
+        assert [len(inner.param_groups) for inner in parity.zero.inner_optimizers] == [1, 1]
+    add_block_groups(parity)
+    parity.train(2)

@@ -1,4 +1,4 @@
-"""Graphs of other kinds: kept, checkpointed, compiled."""
+"""Retained graphs, activation checkpointing and compiled models."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from tests.support.oracles import (
     WIDTH,
     ZERO1,
     ZERO2,
-    ShardTwins,
+    DdpParityRun,
+    ParityRun,
     Side,
-    Twins,
     assert_same,
     batch,
     both_stages,
+    make_seeded,
     mlp,
     regression,
-    seeded,
     set_grads,
     some_configs,
 )
@@ -39,52 +39,52 @@ OVERLAP_CONFIG = ZeroConfig(partition=FlatShards(200), overlap_param_gather=True
 @some_configs
 @ranks(1, 2)
 def test_retained_graph_with_second_backward(ctx: RankContext, config: ZeroConfig) -> None:
-    twins = ShardTwins(config, optimizer_class=torch.optim.SGD, lr=0.1)
+    parity = DdpParityRun(config, optimizer_class=torch.optim.SGD, lr=0.1)
 
     def iterate(side: Side, number: int) -> None:
         loss = regression(side.model, number)
-        if side.model is twins.model:
+        if side.model is parity.model:
             torch.autograd.backward(loss, retain_graph=True)
             torch.autograd.backward(loss)
-        else:  # twice the same gradient, exactly
+        else:  # exactly the same gradient twice
             torch.autograd.backward(2 * loss)
         side.update()
 
-    twins.run(3, iterate)
+    parity.run(3, iterate)
 
 
 @both_stages
 @ranks(1, 2)
 def test_create_graph_and_autograd_grad(ctx: RankContext, config: ZeroConfig) -> None:
-    """`create_graph`, and `autograd.grad`, which tells nobody."""
-    twins = ShardTwins(config)
+    """`create_graph`, and `autograd.grad`, which runs no hooks."""
+    parity = DdpParityRun(config)
 
     def iterate(side: Side, number: int) -> None:
         loss = regression(side.model, number)
         torch.autograd.grad(loss, list(side.model.parameters()), retain_graph=True)
-        torch.autograd.backward(loss, create_graph=side.model is twins.model)
+        torch.autograd.backward(loss, create_graph=side.model is parity.model)
         side.update()
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*create_graph")
-        twins.run(2, iterate)
+        parity.run(2, iterate)
 
 
 class CheckpointedNet(nn.Module):
-    """Blocks that are computed again in backward; a tied weight is in some of them and outside of them, too."""
+    """Blocks that are recomputed in backward; tied weights are in several blocks, or inside and outside of them."""
 
-    def __init__(self, reentrant: bool | None, *, tied: bool, everything: bool = False) -> None:
+    def __init__(self, reentrant: bool | None, *, tied: bool, checkpoint_all: bool = False) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(mlp(2) for _ in range(3))
-        self._reentrant, self._everything = reentrant, everything
+        self._reentrant, self._checkpoint_all = reentrant, checkpoint_all
         if tied:
             self.blocks[0][0].weight = self.first.weight  # type: ignore[index]
             self.blocks[1][2].weight = self.last.weight  # type: ignore[index]
             self.blocks[2][0].weight = self.blocks[0][2].weight  # type: ignore[index]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._everything:
+        if self._checkpoint_all:
             return self._checkpoint(nn.Sequential(self.first, *self.blocks, self.last), x.requires_grad_())
         hidden = self.first(x)
         for block in self.blocks:
@@ -92,47 +92,47 @@ class CheckpointedNet(nn.Module):
         result: torch.Tensor = self.last(hidden)
         return result
 
-    def _checkpoint(self, part: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def _checkpoint(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if self._reentrant is None:
-            result: torch.Tensor = part(x)
+            result: torch.Tensor = module(x)
         else:
-            result = checkpoint(part, x, use_reentrant=self._reentrant)
+            result = checkpoint(module, x, use_reentrant=self._reentrant)
         return result
 
 
-@pytest.mark.parametrize("everything", [False, True], ids=["blocks", "everything"])
-@pytest.mark.parametrize("reentrant", [False, True], ids=["once", "reentrant"])
+@pytest.mark.parametrize("checkpoint_all", [False, True], ids=["blocks", "full-model"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @ranks(1, 2)
-def test_activation_checkpointing(ctx: RankContext, reentrant: bool, everything: bool) -> None:
-    """DDP cannot do all of it, so it gets the same model without."""
+def test_activation_checkpointing(ctx: RankContext, reentrant: bool, checkpoint_all: bool) -> None:
+    """DDP does not support all variants, so it gets the same model without checkpointing."""
     for tied in (False, True):
         for config in (ZERO2, ZERO1, OVERLAP_CONFIG):
-            model = partial(CheckpointedNet, reentrant, tied=tied, everything=everything)
-            twins = ShardTwins(config, model, plain_model=partial(CheckpointedNet, None, tied=tied))
+            model = partial(CheckpointedNet, reentrant, tied=tied, checkpoint_all=checkpoint_all)
+            parity = DdpParityRun(config, model, plain_model=partial(CheckpointedNet, None, tied=tied))
             for number in range(3):
-                for side in twins.sides:
+                for side in parity.sides:
                     side.iterate(number)
-            # Gradients of a tied weight from a re-entrant pass and from the outer one are averaged one by one, and
-            # then added: a rounding more.
-            twins.compare(exactly=not (tied and reentrant))
+            # Gradients of a tied weight from the re-entrant and from the outer pass are averaged separately and then
+            # added: one more rounding.
+            parity.compare(exactly=not (tied and reentrant))
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["once", "reentrant"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @ranks(2)
 def test_activation_checkpointing_with_no_sync(ctx: RankContext, reentrant: bool) -> None:
     for config in (ZERO2, ZERO1):
         model = partial(CheckpointedNet, reentrant, tied=False)
-        twins = ShardTwins(config, model, plain_model=partial(CheckpointedNet, None, tied=False))
+        parity = DdpParityRun(config, model, plain_model=partial(CheckpointedNet, None, tied=False))
 
         def iterate(side: Side, number: int) -> None:
             side.backward_locally(number + 50)
             side.iterate(number)
 
-        twins.run(3, iterate)
+        parity.run(3, iterate)
 
 
 class NestedBackward(torch.autograd.Function):
-    """A backward inside backward, of a graph that has nothing to do with the outer one."""
+    """A backward pass inside backward, over a graph unrelated to the outer one."""
 
     @staticmethod
     def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
@@ -152,17 +152,17 @@ def test_nested_backward(ctx: RankContext) -> None:
         result: torch.Tensor = NestedBackward.apply(hidden).square().mean()  # type: ignore[no-untyped-call]
         return result
 
-    ShardTwins(ZERO2).train(3, loss)
+    DdpParityRun(ZERO2).train(3, loss)
 
 
 def compile_module(model: nn.Module, backend: str) -> nn.Module:
-    """In place: the model stays what it is."""
+    """Compile in place: the module object stays the same."""
     model.compile(backend=backend)
     return model
 
 
 def compile_function(model: nn.Module, backend: str) -> nn.Module:
-    """A new module around the model."""
+    """Return a new module around the model."""
     compiled: Any = torch.compile(model, backend=backend)
     assert isinstance(compiled, nn.Module)
     return compiled
@@ -175,7 +175,7 @@ def compile_layers(model: nn.Module, backend: str) -> nn.Module:
 
 
 class Net(nn.Module):
-    """torch.compile leaves a bare `nn.Sequential` alone."""
+    """A module class of its own: torch.compile does not compile a bare `nn.Sequential`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,51 +191,53 @@ CompileFn = Callable[[nn.Module, str], nn.Module]
 COMPILE_FNS: dict[str, CompileFn] = {"module": compile_module, "function": compile_function, "layers": compile_layers}
 
 
-def train_compiled(config: ZeroConfig, way: str | None, backend: str, *, compile_first: bool) -> list[torch.Tensor]:
-    """Compiled before or after it is sharded; parameters after a few steps."""
+def train_compiled(config: ZeroConfig, target: str | None, backend: str, *, compile_first: bool) -> list[torch.Tensor]:
+    """Train a model compiled before or after sharding, or not at all, and return its parameters."""
     torch._dynamo.reset()
-    model = callee = seeded(Net, 0)
-    if way and compile_first:
-        callee = COMPILE_FNS[way](model, backend)
-    optimizer = shard(callee, torch.optim.AdamW, config=config, **ADAMW)
-    if way and not compile_first:
-        callee = COMPILE_FNS[way](model, backend)
+    model = compiled_model = make_seeded(Net, 0)
+    if target and compile_first:
+        compiled_model = COMPILE_FNS[target](model, backend)
+    optimizer = shard(compiled_model, torch.optim.AdamW, config=config, **ADAMW)
+    if target and not compile_first:
+        compiled_model = COMPILE_FNS[target](model, backend)
     for number in range(4):
-        torch.autograd.backward(regression(callee, number))
+        torch.autograd.backward(regression(compiled_model, number))
         if number == 2:  # a second pass before the step
-            torch.autograd.backward(regression(callee, 50))
+            torch.autograd.backward(regression(compiled_model, 50))
         optimizer.step()
         optimizer.zero_grad()
     optimizer.wait_for_params()
     return [param.detach().clone() for param in model.parameters()]
 
 
-@pytest.mark.parametrize(("way", "backend"), [*((way, "eager") for way in COMPILE_FNS), ("module", "aot_eager")])
+@pytest.mark.parametrize(
+    ("target", "backend"), [*((target, "eager") for target in COMPILE_FNS), ("module", "aot_eager")]
+)
 @ranks(2, timeout=120)
-def test_compiled_models_match_eager(ctx: RankContext, way: str, backend: str) -> None:
+def test_compiled_models_match_eager(ctx: RankContext, target: str, backend: str) -> None:
     for config in (ZERO2, OVERLAP_CONFIG):
         expected = train_compiled(config, None, backend, compile_first=False)
-        for before in (True, False):
-            found = train_compiled(config, way, backend, compile_first=before)
+        for compile_first in (True, False):
+            found = train_compiled(config, target, backend, compile_first=compile_first)
             for ours, theirs in zip(found, expected, strict=True):
-                # A compiled backward may multiply and add in another order.
+                # A compiled backward pass may multiply and add in a different order.
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 @ranks(2, timeout=120)
 def test_model_is_compiled_once(ctx: RankContext) -> None:
-    """Neither hooks nor parameters that arrive late keep it from that, or make it compile again."""
+    """Neither hooks nor parameters that arrive late prevent compilation or cause a recompilation."""
     for config in (ZERO2, OVERLAP_CONFIG):
         torch._dynamo.reset()
         graphs: list[torch.fx.GraphModule] = []
 
         def collect(
-            graph: torch.fx.GraphModule, _: Any, into: list[torch.fx.GraphModule] = graphs
+            graph: torch.fx.GraphModule, _: Any, collected: list[torch.fx.GraphModule] = graphs
         ) -> Callable[..., Any]:
-            into.append(graph)
+            collected.append(graph)
             return graph.forward
 
-        model = seeded(Net, 0)
+        model = make_seeded(Net, 0)
         optimizer = shard(model, torch.optim.AdamW, config=config, lr=0.05)
         model.compile(backend=collect)
         counts = []
@@ -250,27 +252,27 @@ def test_model_is_compiled_once(ctx: RankContext) -> None:
 @some_configs
 @ranks(1, 2, timeout=60)
 def test_compiled_update_matches_ddp(ctx: RankContext, config: ZeroConfig) -> None:
-    """What updates the model may be compiled; the optimizer's own part runs as it is."""
+    """The function that updates the model may be compiled; the optimizer itself runs eagerly."""
     torch._dynamo.reset()
-    twins = ShardTwins(config)
+    parity = DdpParityRun(config)
 
     @torch.compile(backend="eager")
     def update() -> None:
-        twins.zero.clip_grad_norm_(0.1, math.inf)
-        twins.zero.clip_grad_value_(0.05)
-        twins.zero.step()
-        twins.zero.zero_grad()
+        parity.zero.clip_grad_norm_(0.1, math.inf)
+        parity.zero.clip_grad_value_(0.05)
+        parity.zero.step()
+        parity.zero.zero_grad()
 
     def iterate(side: Side, number: int) -> None:
         side.backward(number)
-        if side.model is twins.model:
+        if side.model is parity.model:
             update()
             return
         nn.utils.clip_grad_norm_(side.model.parameters(), 0.1, math.inf)
         nn.utils.clip_grad_value_(side.model.parameters(), 0.05)
         side.update()
 
-    twins.run(3, iterate)
+    parity.run(3, iterate)
 
 
 @pytest.mark.parametrize(
@@ -281,10 +283,10 @@ def test_compiled_update_matches_ddp(ctx: RankContext, config: ZeroConfig) -> No
 @ranks(1, 2, timeout=60)
 def test_compiled_drop_in_step(ctx: RankContext, zero_only: dict[str, Any]) -> None:
     torch._dynamo.reset()
-    twins = Twins(torch.optim.AdamW, zero_only=zero_only, **ADAMW)
-    step = torch.compile(twins.zero.step, backend="eager")
+    parity = ParityRun(torch.optim.AdamW, zero_only=zero_only, **ADAMW)
+    step = torch.compile(parity.zero.step, backend="eager")
     for number in range(3):
-        for model, optimizer in twins.sides:
+        for model, optimizer in parity.sides:
             set_grads(model.parameters(), number)
-            step() if optimizer is twins.zero else optimizer.step()
-        assert_same(twins.model.state_dict(), twins.plain_model.state_dict(), f"the model after step {number + 1}")
+            step() if optimizer is parity.zero else optimizer.step()
+        assert_same(parity.model.state_dict(), parity.plain_model.state_dict(), f"the model after step {number + 1}")

@@ -1,7 +1,8 @@
-"""Gradients that cannot be sent or received on one rank: all ranks raise in the next step, and train on without it."""
+"""One rank fails to send or receive gradients: all ranks raise in the next step and can continue training."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,60 +16,60 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import RankContext, ranks
 from tests.support.monitoring import recorded
-from tests.support.oracles import ZERO1, ZERO2, ShardTwins, both_stages, mlp, regression, seeded, some_configs
+from tests.support.oracles import ZERO1, ZERO2, DdpParityRun, both_stages, make_seeded, mlp, regression, some_configs
 from tests.support.tiers import sampled
 from zeroshard import FlatShards, RankFailedError, ZeroConfig, ZeroRedundancyOptimizer
-from zeroshard.comm import gloo as pairs
+from zeroshard.comm import gloo
 from zeroshard.comm.transport import sum_in_rank_order
 from zeroshard.engine import grad_reducer
-from zeroshard.engine.grad_bucket import BufferPool, GradBucket
+from zeroshard.engine.grad_bucket import BufferPool, ReduceBucket
 
 FAILING_RANK = 1
-"""The rank that fails, or the only one."""
+"""The rank that fails (rank 0 if it is the only one)."""
 
 BUCKET_PER_PARAM = ZeroConfig(partition=FlatShards(bucket_bytes=1))
-"""A bucket for each parameter, whose gradient is sent as it lies."""
+"""One bucket per parameter; the gradient is sent without a copy."""
 
 
 def is_failing_rank(ctx: RankContext) -> bool:
     return ctx.rank == FAILING_RANK % ctx.world_size
 
 
-def drop_pooled_buffers(twins: ShardTwins) -> None:
-    for pool in twins.zero._grad_reducer._buffer_pools.values():
+def drop_pooled_buffers(parity: DdpParityRun) -> None:
+    for pool in parity.zero._model_binding.reducer._buffer_pools.values():
         pool._idle.clear()
 
 
 @contextmanager
 def out_of_memory(ctx: RankContext, calls: range = range(1000)) -> Iterator[None]:
-    """No memory to pack gradients in, on one rank."""
-    take, number = BufferPool.acquire, count()
+    """Raise an out-of-memory error on one rank when it packs gradients."""
+    acquire, call_numbers = BufferPool.acquire, count()
 
-    def no_memory(self: BufferPool, numel: int) -> Any:
-        if next(number) in calls:
+    def acquire_or_fail(self: BufferPool, numel: int) -> Any:
+        if next(call_numbers) in calls:
             raise torch.OutOfMemoryError("no memory, on purpose")
-        return take(self, numel)
+        return acquire(self, numel)
 
     with pytest.MonkeyPatch.context() as patch:
         if is_failing_rank(ctx):
-            patch.setattr(BufferPool, "acquire", no_memory)
+            patch.setattr(BufferPool, "acquire", acquire_or_fail)
         yield
 
 
 @contextmanager
 def failing_sums(ctx: RankContext, calls: range) -> Iterator[None]:
-    """Sums of slices that end halfway, on one rank: those of these numbers."""
-    number = count()
+    """Make the sums of gradient slices with these call numbers fail halfway, on one rank."""
+    call_numbers = count()
 
-    def add_then_fail(slices: list[torch.Tensor], into: torch.Tensor, share: float) -> None:
-        sum_in_rank_order(slices, into, share)
-        if next(number) in calls:
+    def add_then_fail(slices: list[torch.Tensor], into: torch.Tensor, scale: float) -> None:
+        sum_in_rank_order(slices, into, scale)
+        if next(call_numbers) in calls:
             into.fill_(torch.nan)
-            raise RuntimeError("DefaultCPUAllocator: no memory, on purpose")  # as torch says it
+            raise RuntimeError("DefaultCPUAllocator: no memory, on purpose")  # torch's words
 
     with pytest.MonkeyPatch.context() as patch:
         if is_failing_rank(ctx):
-            patch.setattr(pairs, "sum_in_rank_order", add_then_fail)
+            patch.setattr(gloo, "sum_in_rank_order", add_then_fail)
         yield
 
 
@@ -76,15 +77,15 @@ def failing_sums(ctx: RankContext, calls: range) -> Iterator[None]:
 def assert_raised_on_all(
     ctx: RankContext, match: str = "on purpose", error: type[Exception] = RuntimeError
 ) -> Iterator[None]:
-    """Its own error on the rank that failed, and what it says on the others."""
+    """Expect the original error on the failing rank and `RankFailedError` with its message on the others."""
     with pytest.raises(error if is_failing_rank(ctx) else RankFailedError, match=match) as caught:
         yield
     if not is_failing_rank(ctx):
-        assert f"cleared now: rank {FAILING_RANK} failed" in str(caught.value)
+        assert f"failed to reduce gradients, which were cleared: rank {FAILING_RANK} failed" in str(caught.value)
 
 
-def with_wrong_grad_shape(param_index: int, enabled: list[bool]) -> Callable[[], nn.Module]:
-    """A model one of whose gradients gets another shape from a hook of the user's."""
+def model_with_wrong_grad_shape(param_index: int, enabled: list[bool]) -> Callable[[], nn.Module]:
+    """Return a factory of models; a user hook changes the shape of one gradient while `enabled[0]` is set."""
 
     def replace_grad(param: torch.Tensor) -> None:
         if enabled[0]:
@@ -99,38 +100,64 @@ def with_wrong_grad_shape(param_index: int, enabled: list[bool]) -> Callable[[],
     return make
 
 
-@sampled("where", [0, 1, 4, -1])
-@sampled("config", [ZERO2, ZERO1, ZeroConfig(), BUCKET_PER_PARAM], ids=["zero2", "zero1", "one", "each"])
+@sampled("param_index", [0, 1, 4, -1])
+@sampled(
+    "config", [ZERO2, ZERO1, ZeroConfig(), BUCKET_PER_PARAM], ids=["zero2", "zero1", "one-bucket", "bucket-per-param"]
+)
 @ranks(1, 2, 3, timeout=20)
-def test_wrong_gradient_shape_is_raised_on_all(ctx: RankContext, config: ZeroConfig, where: int) -> None:
-    when = [False]
-    twins = ShardTwins(config, with_wrong_grad_shape(where, when), plain_model=mlp)
-    twins.train(1)
-    when[0] = is_failing_rank(ctx)
-    twins.sides[0].backward(7)
-    when[0] = False
+def test_wrong_gradient_shape_is_raised_on_all(ctx: RankContext, config: ZeroConfig, param_index: int) -> None:
+    enabled = [False]
+    parity = DdpParityRun(config, model_with_wrong_grad_shape(param_index, enabled), plain_model=mlp)
+    parity.train(1)
+    enabled[0] = is_failing_rank(ctx)
+    parity.sides[0].backward(7)
+    enabled[0] = False
     with assert_raised_on_all(ctx, match="size|shape"):
-        twins.zero.step()
-    twins.train(2)
+        parity.zero.step()
+    parity.train(2)
 
 
 @some_configs
-@sampled("first", [0, 1])
+@sampled("steps_before", [0, 1])
 @ranks(1, 2, 3, timeout=20)
-def test_out_of_memory_while_packing_grads(ctx: RankContext, config: ZeroConfig, first: int) -> None:
-    twins = ShardTwins(config)
-    if first:
-        twins.train(first)
-    drop_pooled_buffers(twins)
+def test_out_of_memory_while_packing_grads(ctx: RankContext, config: ZeroConfig, steps_before: int) -> None:
+    parity = DdpParityRun(config)
+    if steps_before:
+        parity.train(steps_before)
+    drop_pooled_buffers(parity)
     with pytest.MonkeyPatch.context() as patch:
         if ctx.world_size == 1:
             patch.setattr(grad_reducer.GradReducer, "_accumulate_on_single_rank", _raise_out_of_memory)
         with out_of_memory(ctx):
-            twins.sides[0].backward(7)
+            parity.sides[0].backward(7)
     with assert_raised_on_all(ctx):
-        twins.zero.step()
-    assert all(param.grad is None for param in twins.model.parameters())
-    twins.train(2)
+        parity.zero.step()
+    assert all(param.grad is None for param in parity.model.parameters())
+    parity.train(2)
+
+
+@some_configs
+@ranks(2, 3, timeout=20)
+def test_thread_that_cannot_start_sends_nothing(ctx: RankContext, config: ZeroConfig) -> None:
+    """Otherwise the bucket would be sent twice, once as zeros."""
+    parity = DdpParityRun(config)
+    parity.train(1)
+    for thread in threading.enumerate():
+        if thread.name == "zeroshard-receiver":  # ends when it has nothing to receive
+            thread.join(5)
+    with pytest.MonkeyPatch.context() as patch:
+        if is_failing_rank(ctx):
+            patch.setattr(threading, "Thread", _ThreadLimitReached)
+        parity.sides[0].backward(7)
+        patch.undo()
+        with assert_raised_on_all(ctx, "can't start new thread"):
+            parity.zero.step()
+    parity.train(2)
+
+
+class _ThreadLimitReached(threading.Thread):
+    def start(self) -> None:
+        raise RuntimeError("can't start new thread, on purpose")
 
 
 def _raise_out_of_memory(*_: Any) -> None:
@@ -141,120 +168,137 @@ def _raise_out_of_memory(*_: Any) -> None:
 def test_failure_to_copy_large_grads_into_bucket(ctx: RankContext) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grad_reducer, "EAGER_COPY_MIN_BYTES", 0)
-        twins = ShardTwins(ZERO2)
+        parity = DdpParityRun(ZERO2)
         if is_failing_rank(ctx):
-            patch.setattr(GradBucket, "copy_in", _raise_out_of_memory)
-        twins.sides[0].backward(7)
+            patch.setattr(ReduceBucket, "copy_in", _raise_out_of_memory)
+        parity.sides[0].backward(7)
     with assert_raised_on_all(ctx):
-        twins.zero.step()
-    twins.train(2)
+        parity.zero.step()
+    parity.train(2)
 
 
 @both_stages
 @ranks(2, 3, timeout=20)
 def test_out_of_memory_in_step(ctx: RankContext, config: ZeroConfig) -> None:
-    """Gradients of local passes are sent there, when all ranks have stated that they are well."""
-    twins = ShardTwins(config)
-    twins.train(1)
-    twins.sides[0].backward_locally(7)
-    drop_pooled_buffers(twins)
+    """The step sends gradients of local passes after all ranks have reported that they are ready."""
+    parity = DdpParityRun(config)
+    parity.train(1)
+    parity.sides[0].backward_locally(7)
+    drop_pooled_buffers(parity)
     with out_of_memory(ctx, range(1, 2)), assert_raised_on_all(ctx):
-        twins.zero.step()
-    twins.train(2)
+        parity.zero.step()
+    parity.train(2)
 
 
-@sampled("which", [range(1), range(2, 3), range(4, 5), range(5)], ids=["first", "third", "last", "all"])
+@sampled("calls", [range(1), range(2, 3), range(4, 5), range(5)], ids=["first", "third", "last", "all"])
 @both_stages
 @ranks(2, 3, timeout=20)
-def test_failure_to_sum_grad_shards(ctx: RankContext, config: ZeroConfig, which: range) -> None:
-    """Whether that is known before all ranks state that they are well, or after."""
-    twins = ShardTwins(config)
-    assert len(twins.zero.layout.buckets) == 5
-    for patience in (0.0, 1.0):
+def test_failure_to_sum_grad_shards(ctx: RankContext, config: ZeroConfig, calls: range) -> None:
+    """The failure is detected before or after all ranks have reported that they are ready."""
+    parity = DdpParityRun(config)
+    assert len(parity.zero.layout.buckets) == 5
+    for wait_timeout_s in (0.0, 1.0):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(grad_reducer, "WAIT_TIMEOUT_S", patience)
-            twins.train(1)
-            with failing_sums(ctx, which):
-                twins.sides[0].backward(7)
+            patch.setattr(grad_reducer, "WAIT_BUDGET_S", wait_timeout_s)
+            parity.train(1)
+            with failing_sums(ctx, calls):
+                parity.sides[0].backward(7)
                 with assert_raised_on_all(ctx):
-                    twins.zero.step()
-    twins.train(2)
+                    parity.zero.step()
+    parity.train(2)
 
 
 @both_stages
 @ranks(2, 3, timeout=20)
 def test_failed_second_pass_discards_the_first(ctx: RankContext, config: ZeroConfig) -> None:
-    twins = ShardTwins(config)
-    twins.sides[0].backward(7)
-    twins.zero.clip_grad_value_(1.0)  # all is there
+    parity = DdpParityRun(config)
+    parity.sides[0].backward(7)
+    parity.zero.clip_grad_value_(1.0)  # all gradients are reduced
     with failing_sums(ctx, range(1, 2)):
-        twins.sides[0].backward(8)
+        parity.sides[0].backward(8)
         with assert_raised_on_all(ctx):
-            twins.zero.step()
-    twins.train(2)
+            parity.zero.step()
+    parity.train(2)
 
 
 @both_stages
 @ranks(2, 3, timeout=20)
 def test_failure_with_different_numbers_of_passes_per_rank(ctx: RankContext, config: ZeroConfig) -> None:
-    twins = ShardTwins(config)
+    parity = DdpParityRun(config)
     for failing_passes, other_passes in ((1, 0), (0, 1), (2, 1)):
         with failing_sums(ctx, range(1)):
             for number in range(failing_passes if is_failing_rank(ctx) else other_passes):
-                twins.sides[0].backward(number)
+                parity.sides[0].backward(number)
             with assert_raised_on_all(ctx):
-                twins.zero.step()
-        twins.train(1)
+                parity.zero.step()
+        parity.train(1)
 
 
 @both_stages
 @ranks(2, 3, timeout=20)
 def test_clipping_raises_the_reduce_failure(ctx: RankContext, config: ZeroConfig) -> None:
-    twins = ShardTwins(config)
+    parity = DdpParityRun(config)
     with out_of_memory(ctx):
-        twins.sides[0].backward(7)
+        parity.sides[0].backward(7)
     with assert_raised_on_all(ctx):
-        twins.zero.clip_grad_norm_(1.0)
-    twins.train(1)
+        parity.zero.clip_grad_norm_(1.0)
+    parity.train(1)
 
 
 @both_stages
 @ranks(2, 3, timeout=20)
 def test_zero_grad_does_not_hide_a_failure(ctx: RankContext, config: ZeroConfig) -> None:
-    twins = ShardTwins(config)
+    parity = DdpParityRun(config)
     with out_of_memory(ctx):
-        twins.sides[0].backward(7)
-    twins.zero.zero_grad()
-    twins.sides[0].backward(8)
+        parity.sides[0].backward(7)
+    parity.zero.zero_grad()
+    parity.sides[0].backward(8)
     with assert_raised_on_all(ctx):
-        twins.zero.step()
-    twins.train(1)
+        parity.zero.step()
+    parity.train(1)
 
 
 @both_stages
 @ranks(1, 2, 3, timeout=20)
 def test_all_ranks_fail_at_once(ctx: RankContext, config: ZeroConfig) -> None:
-    twins = ShardTwins(config)
+    parity = DdpParityRun(config)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grad_reducer.GradReducer, "_start_reduce", _raise_out_of_memory)
-        twins.sides[0].backward(7)
+        parity.sides[0].backward(7)
     with pytest.raises(torch.OutOfMemoryError, match="on purpose"):
-        twins.zero.step()
-    twins.train(2)
+        parity.zero.step()
+    parity.train(2)
+
+
+@both_stages
+@ranks(2, 3, timeout=20)
+def test_step_fails_after_an_interrupted_backward(ctx: RankContext, config: ZeroConfig) -> None:
+    """Rank 0's pass ends before its first bucket is complete: its failed step sends no more than those of others."""
+    parity = DdpParityRun(config)
+    parity.train(1)
+    if ctx.rank == 0:
+        handle = list(parity.model.parameters())[-2].register_hook(_raise_out_of_memory)  # type: ignore[no-untyped-call]
+        with pytest.raises(torch.OutOfMemoryError, match="on purpose"):
+            parity.sides[0].backward(7)
+        handle.remove()
+    assert not parity.zero._model_binding.reducer.has_sent
+    with out_of_memory(ctx, range(1)), assert_raised_on_all(ctx):
+        parity.zero.step()
+    parity.train(2)
 
 
 @ranks(2, 3, timeout=20)
 def test_out_of_memory_in_ddp_hook(ctx: RankContext) -> None:
-    models = [seeded(mlp, 0) for _ in range(2)]
+    models = [make_seeded(mlp, 0) for _ in range(2)]
     plain_ddp, ddp = (DistributedDataParallel(model, bucket_cap_mb=0.0003) for model in models)
     plain = torch.optim.AdamW(plain_ddp.parameters(), lr=0.05)
     zero = ZeroRedundancyOptimizer(
         ddp.parameters(), torch.optim.AdamW, lr=0.05, config=ZeroConfig(partition=ZERO2.partition)
     )
     ddp.register_comm_hook(None, zero.ddp_hook())
-    for number, fault in enumerate((None, out_of_memory, None, None)):
-        if fault is not None:
-            with fault(ctx):
+    for number, inject_fault in enumerate((None, out_of_memory, None, None)):
+        if inject_fault is not None:
+            with inject_fault(ctx):
                 torch.autograd.backward(regression(ddp, number))
             with assert_raised_on_all(ctx):
                 zero.step()
@@ -264,42 +308,42 @@ def test_out_of_memory_in_ddp_hook(ctx: RankContext) -> None:
             optimizer.step()
             optimizer.zero_grad()
     for ours, theirs in zip(ddp.parameters(), plain_ddp.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # gloo adds in another order than that of ranks
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # gloo does not sum in rank order
 
 
 @ranks(2, 3)
 def test_second_clip_sends_only_the_status_exchange(ctx: RankContext) -> None:
-    twins = ShardTwins(ZERO2)
-    twins.sides[0].backward(7)
-    twins.zero.clip_grad_value_(1.0)
+    parity = DdpParityRun(ZERO2)
+    parity.sides[0].backward(7)
+    parity.zero.clip_grad_value_(1.0)
     with recorded() as traffic:
-        twins.zero.clip_grad_value_(1.0)
+        parity.zero.clip_grad_value_(1.0)
     assert traffic.verbs == ["all_reduce"]
 
 
 @some_configs
 @ranks(1, 2, 3, timeout=20)
 def test_closure_failure_on_one_rank(ctx: RankContext, config: ZeroConfig) -> None:
-    """Others have made their backward pass. Once gradients are cleared, training goes on as if nothing had been."""
-    twins = ShardTwins(config)
-    param = next(twins.model.parameters())
+    """The other ranks have run backward. After gradients are cleared, training continues with DDP's results."""
+    parity = DdpParityRun(config)
+    param = next(parity.model.parameters())
 
     def closure(when: str) -> None:
         if is_failing_rank(ctx) and when == "before":
             raise ValueError("on purpose")
         if is_failing_rank(ctx) and when == "halfway":
             param.register_hook(fail_backward)  # type: ignore[no-untyped-call]
-        twins.sides[0].backward(7)
+        parity.sides[0].backward(7)
         if is_failing_rank(ctx):
             raise ValueError("on purpose")
 
     for when in ("before", "halfway", "after", "before"):
-        twins.train(2)
+        parity.train(2)
         with pytest.raises(ValueError if is_failing_rank(ctx) else RankFailedError, match="on purpose"):
-            twins.zero.step(partial(closure, when))
-        twins.zero.zero_grad()
+            parity.zero.step(partial(closure, when))
+        parity.zero.zero_grad()
         param._backward_hooks = None
-    twins.train(2)
+    parity.train(2)
 
 
 def fail_backward(_: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""`shard` without DDP is DDP with the plain optimizer: where it starts, where it gets to, whom it serves."""
+"""`shard` without DDP matches DDP with the plain optimizer: initial values, training, models, groups, failures."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from tests.support.oracles import (
     WIDTH,
     ZERO1,
     ZERO2,
-    ShardTwins,
+    DdpParityRun,
     Side,
     all_configs,
     all_equal,
     assert_equal_sums,
     batch,
     both_stages,
+    clone_values,
+    make_seeded,
     mlp,
     regression,
-    seeded,
     some_configs,
-    values_of,
 )
 from zeroshard import ConfigError, RankFailedError, RankMismatchError, WholeParams, ZeroConfig, shard
 
@@ -43,18 +43,18 @@ class MixedParamsNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # Without a bias: before a BatchNorm its gradient is a rounding error, which AdamW would make large.
+        # No bias: before a BatchNorm its gradient is only a rounding error, which AdamW would amplify.
         self.conv = nn.Conv2d(2, 3, 3, padding=1, bias=False).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.norm = nn.BatchNorm2d(3)
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.scale = nn.Parameter(torch.randn(()))
-        self.nothing = nn.Parameter(torch.randn(0, 3))
+        self.empty = nn.Parameter(torch.randn(0, 3))
         self.register_buffer("noise", torch.randn(5, dtype=torch.float64))
         self.register_buffer("unset", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.frozen(x).view(-1, 2, 1, 3).expand(-1, -1, 4, -1)
-        result: torch.Tensor = self.norm(self.conv(hidden)).mean((1, 2, 3)) * self.scale + self.nothing.sum()
+        result: torch.Tensor = self.norm(self.conv(hidden)).mean((1, 2, 3)) * self.scale + self.empty.sum()
         return result
 
 
@@ -66,42 +66,42 @@ def mean_square(model: nn.Module, number: int) -> torch.Tensor:
 @ranks(1, 2, 3, 4)
 def test_training_matches_ddp(ctx: RankContext) -> None:
     for config in all_configs():
-        ShardTwins(config).train(4)
+        DdpParityRun(config).train(4)
 
 
 @ranks(1, 2, 3, 4)
 def test_optimizer_options(ctx: RankContext) -> None:
-    ShardTwins(ZERO2, optimizer_class=torch.optim.SGD, lr=0.3, momentum=0.9, nesterov=True).train(3)
-    ShardTwins(ZERO2, optimizer_class=torch.optim.SGD, lr=0.3, weight_decay=0.1, maximize=True).train(3)
+    DdpParityRun(ZERO2, optimizer_class=torch.optim.SGD, lr=0.3, momentum=0.9, nesterov=True).train(3)
+    DdpParityRun(ZERO2, optimizer_class=torch.optim.SGD, lr=0.3, weight_decay=0.1, maximize=True).train(3)
 
 
 @some_configs
 @ranks(1, 3)
 def test_params_and_buffers_of_every_kind(ctx: RankContext, config: ZeroConfig) -> None:
-    # `nothing` gets a gradient without elements, which DDP calls unused on some versions.
-    ShardTwins(config, MixedParamsNet, find_unused=True).train(3, mean_square)
+    # The gradient of `empty` has no elements; some versions of DDP report the parameter as unused.
+    DdpParityRun(config, MixedParamsNet, find_unused=True).train(3, mean_square)
 
 
 @both_stages
 @ranks(1, 2, 3, 4)
 def test_shard_broadcasts_params_and_buffers_of_rank_0(ctx: RankContext, config: ZeroConfig) -> None:
-    model, expected = seeded(MixedParamsNet, ctx.rank + 1), seeded(MixedParamsNet, 1)
-    different = not all_equal(ctx.gather(values_of(model)))
-    assert different == (ctx.world_size > 1)
+    model, expected = make_seeded(MixedParamsNet, ctx.rank + 1), make_seeded(MixedParamsNet, 1)
+    is_different = not all_equal(ctx.gather(clone_values(model)))
+    assert is_different == (ctx.world_size > 1)
     zero = shard(model, torch.optim.AdamW, config=config)
-    assert all_equal([values_of(model), values_of(expected)])
+    assert all_equal([clone_values(model), clone_values(expected)])
     assert model.get_parameter("conv.weight").is_contiguous(memory_format=torch.channels_last)
     assert zero.world_size == ctx.world_size
 
 
 def train_mlp(config: ZeroConfig) -> list[torch.Tensor]:
-    model = seeded(mlp, 0)
+    model = make_seeded(mlp, 0)
     optimizer = shard(model, torch.optim.AdamW, lr=0.05, config=config)
     for number in range(4):
         torch.autograd.backward(regression(model, number))
         optimizer.step()
         optimizer.zero_grad()
-    return values_of(model)
+    return clone_values(model)
 
 
 @both_stages
@@ -122,7 +122,7 @@ def test_param_groups_with_different_options(ctx: RankContext, config: ZeroConfi
         first, second, *rest = model.parameters()
         return [{"params": rest, "lr": 0.02}, {"params": [second], "weight_decay": 0.5}, {"params": first}]
 
-    ShardTwins(config, handed=groups).train(3)
+    DdpParityRun(config, get_params=groups).train(3)
 
 
 def first_layer(model: nn.Module) -> nn.Module:
@@ -142,19 +142,19 @@ def make_with_frozen_first_layer() -> nn.Module:
 @some_configs
 @ranks(2)
 def test_subset_of_params(ctx: RankContext, config: ZeroConfig) -> None:
-    """The others start equal nevertheless."""
-    ShardTwins(config, make_with_frozen_first_layer, handed=params_after_first_layer).train(3)
+    """Parameters outside the subset start equal on all ranks, too."""
+    DdpParityRun(config, make_with_frozen_first_layer, get_params=params_after_first_layer).train(3)
 
 
 @some_configs
 @ranks(2)
 def test_add_param_group(ctx: RankContext, config: ZeroConfig) -> None:
-    twins = ShardTwins(config, handed=params_after_first_layer)
-    twins.train(2)
-    for side, model in zip(twins.sides, (twins.model, twins.plain_model), strict=True):
-        model.zero_grad()  # of those, too, that were in no group
+    parity = DdpParityRun(config, get_params=params_after_first_layer)
+    parity.train(2)
+    for side, model in zip(parity.sides, (parity.model, parity.plain_model), strict=True):
+        model.zero_grad()  # also gradients of parameters that were in no group
         side.optimizer.add_param_group({"params": first_layer(model).parameters(), "lr": 0.01})
-    twins.train(3)
+    parity.train(3)
 
 
 @both_stages
@@ -162,17 +162,17 @@ def test_add_param_group(ctx: RankContext, config: ZeroConfig) -> None:
 def test_two_process_groups_train_at_once(ctx: RankContext, config: ZeroConfig) -> None:
     """Two groups train at the same time, one of them without the world's rank 0."""
     halves = [dist.new_group([0]), dist.new_group(list(range(1, ctx.world_size)))]
-    twins = ShardTwins(config, group=halves[ctx.rank > 0])
-    twins.train(3)
-    shares = ctx.gather(values_of(twins.model))
-    assert all_equal(shares[1:])
-    assert not all_equal(shares)
+    parity = DdpParityRun(config, group=halves[ctx.rank > 0])
+    parity.train(3)
+    values_by_rank = ctx.gather(clone_values(parity.model))
+    assert all_equal(values_by_rank[1:])
+    assert not all_equal(values_by_rank)
 
 
 @both_stages
 @ranks(1, 2)
 def test_closure(ctx: RankContext, config: ZeroConfig) -> None:
-    twins = ShardTwins(config)
+    parity = DdpParityRun(config)
     losses: list[Any] = []
 
     def iterate(side: Side, number: int) -> None:
@@ -184,13 +184,13 @@ def test_closure(ctx: RankContext, config: ZeroConfig) -> None:
 
         losses.append(side.optimizer.step(closure))  # type: ignore[arg-type]
 
-    twins.run(3, iterate)
+    parity.run(3, iterate)
     for ours, theirs in zip(losses[::2], losses[1::2], strict=True):
         assert_equal_sums(ours, theirs, "the loss")
 
 
 class EmbeddingNet(nn.Module):
-    """Each row of a batch looks up a word of its own: sums of several in one pass would be made in another order."""
+    """Each row of a batch looks up a different index: gradients of a repeated index may be summed in any order."""
 
     def __init__(self, sparse: bool) -> None:
         super().__init__()
@@ -198,8 +198,8 @@ class EmbeddingNet(nn.Module):
         self.out = nn.Linear(WIDTH, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first = x[0, 0].abs().mul(10).long()
-        result: torch.Tensor = self.out(self.table((first + torch.arange(len(x))) % 7))
+        offset = x[0, 0].abs().mul(10).long()
+        result: torch.Tensor = self.out(self.table((offset + torch.arange(len(x))) % 7))
         return result
 
 
@@ -207,23 +207,27 @@ class EmbeddingNet(nn.Module):
 @ranks(1, 2)
 def test_sparse_gradients_are_made_dense(ctx: RankContext, config: ZeroConfig) -> None:
     for passes in (1, 2):
-        twins = ShardTwins(config, partial(EmbeddingNet, sparse=True), plain_model=partial(EmbeddingNet, sparse=False))
+        parity = DdpParityRun(
+            config, partial(EmbeddingNet, sparse=True), plain_model=partial(EmbeddingNet, sparse=False)
+        )
 
         def iterate(side: Side, number: int, passes: int = passes) -> None:
             for local in range(1, passes):
                 side.backward_locally(number + 100 * local, mean_square)
             side.iterate(number, mean_square)
 
-        twins.run(3, iterate)
+        parity.run(3, iterate)
 
 
 @ranks(1, 2, 3)
 def test_whole_param_optimizer(ctx: RankContext) -> None:
     for config in (ZeroConfig(), ZeroConfig(stage=ZERO1.stage), ZeroConfig(partition=WholeParams())):
-        warned = pytest.warns(UserWarning, match="whole parameters") if config.partition is None else nullcontext()
-        with warned:
-            twins = ShardTwins(config, optimizer_class=torch.optim.Adafactor, lr=0.05)
-        twins.train(3)
+        expect_warning = (
+            pytest.warns(UserWarning, match="whole parameters") if config.partition is None else nullcontext()
+        )
+        with expect_warning:
+            parity = DdpParityRun(config, optimizer_class=torch.optim.Adafactor, lr=0.05)
+        parity.train(3)
 
 
 class TwoHeads(nn.Module):
@@ -248,8 +252,8 @@ PARAM_HALVES: list[Callable[[nn.Module], list[nn.Parameter]]] = [
 @some_configs
 @ranks(3, timeout=20)
 def test_two_optimizers_on_one_model(ctx: RankContext, config: ZeroConfig) -> None:
-    """Their gradients are under way at the same time, on each rank in another order."""
-    model, plain = seeded(TwoHeads, ctx.rank), seeded(TwoHeads, 0)
+    """Their gradients are in flight at the same time, in a different order on each rank."""
+    model, plain = make_seeded(TwoHeads, ctx.rank), make_seeded(TwoHeads, 0)
     ddp = DistributedDataParallel(plain, find_unused_parameters=True)
     ours: list[Optimizer] = []
     theirs: list[Optimizer] = []
@@ -262,22 +266,22 @@ def test_two_optimizers_on_one_model(ctx: RankContext, config: ZeroConfig) -> No
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-    for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert_equal_sums(mine, expected, "a parameter")
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_equal_sums(found, expected, "a parameter")
 
 
 @both_stages
 @ranks(3, timeout=20)
 def test_two_models_in_one_backward(ctx: RankContext, config: ZeroConfig) -> None:
-    """The second model takes the output of the first, but not on all ranks."""
-    encoders, decoders = ShardTwins(config), ShardTwins(config)
+    """The second model takes the output of the first; in each pass one rank does not use it."""
+    encoders, decoders = DdpParityRun(config), DdpParityRun(config)
     for number in range(3):
         for encoder, decoder in zip(encoders.sides, decoders.sides, strict=True):
             hidden = encoder.model(batch(number))
             decoded = decoder.model(hidden)
             loss = decoded.square().mean()
             if ctx.rank == number % ctx.world_size:
-                # DDP cannot go without the second model altogether: there its gradients are zeros.
+                # DDP cannot skip the second model completely: its gradients are zeros on this rank.
                 loss = hidden.square().mean() + (0 * decoded.sum() if decoder.model is decoders.ddp else 0)
             torch.autograd.backward(loss)
             encoder.update()
@@ -291,18 +295,18 @@ def test_two_models_in_one_backward(ctx: RankContext, config: ZeroConfig) -> Non
 def test_update_failure_on_one_rank_is_raised_on_all_and_training_continues(
     ctx: RankContext, config: ZeroConfig
 ) -> None:
-    model = seeded(mlp, 0)
+    model = make_seeded(mlp, 0)
     zero = shard(model, torch.optim.SGD, lr=0.1, config=config)
-    stumble = zero.optim.register_step_pre_hook(_fail_on_rank_1)
+    handle = zero.optim.register_step_pre_hook(_fail_on_rank_1)
     torch.autograd.backward(regression(model, 0))
     with pytest.raises(ArithmeticError if ctx.rank == 1 else RankFailedError, match="on purpose"):
         zero.step()
-    stumble.remove()
+    handle.remove()
     zero.zero_grad()
-    assert all_equal(ctx.gather(values_of(model)))
+    assert all_equal(ctx.gather(clone_values(model)))
     for number in range(2):
         Side(model, zero, zero.no_sync).iterate(number)
-    assert all_equal(ctx.gather(values_of(model)))
+    assert all_equal(ctx.gather(clone_values(model)))
 
 
 def _fail_on_rank_1(*_: Any) -> None:
@@ -313,19 +317,19 @@ def _fail_on_rank_1(*_: Any) -> None:
 @both_stages
 @ranks(3, timeout=20)
 def test_different_options_are_reported_before_any_update(ctx: RankContext, config: ZeroConfig) -> None:
-    """The gradients stay, and the step can be made once the ranks agree."""
-    twins = ShardTwins(config)
-    for side in twins.sides:
+    """Gradients are kept, and the step succeeds once all ranks have the same options."""
+    parity = DdpParityRun(config)
+    for side in parity.sides:
         side.backward(0)
-    before = values_of(twins.model)
-    twins.zero.param_groups[0]["lr"] = 0.1 * (1 + ctx.rank)
+    before = clone_values(parity.model)
+    parity.zero.param_groups[0]["lr"] = 0.1 * (1 + ctx.rank)
     with pytest.raises(RankMismatchError, match="lr"):
-        twins.zero.step()
-    assert all_equal([before, values_of(twins.model)])
-    twins.zero.param_groups[0]["lr"] = twins.plain.param_groups[0]["lr"]
-    for side in twins.sides:
+        parity.zero.step()
+    assert all_equal([before, clone_values(parity.model)])
+    parity.zero.param_groups[0]["lr"] = parity.plain.param_groups[0]["lr"]
+    for side in parity.sides:
         side.update()
-    twins.compare()
+    parity.compare()
 
 
 @ranks(2, timeout=20)
@@ -352,7 +356,7 @@ def test_invalid_models_are_rejected(ctx: RankContext) -> None:
 @some_configs
 @ranks(1, 2)
 def test_deleted_optimizer_is_freed_and_its_hooks_do_nothing(ctx: RankContext, config: ZeroConfig) -> None:
-    model = nn.Sequential(seeded(mlp, 0), nn.BatchNorm1d(WIDTH))
+    model = nn.Sequential(make_seeded(mlp, 0), nn.BatchNorm1d(WIDTH))
     zero = shard(model, torch.optim.AdamW, lr=0.1, config=config)
     Side(model, zero, zero.no_sync).iterate(0)
     zero.wait_for_params()
@@ -366,14 +370,14 @@ def test_deleted_optimizer_is_freed_and_its_hooks_do_nothing(ctx: RankContext, c
     assert all(param.grad is not None for param in model.parameters())
     model.zero_grad()
     assert all(param.grad is None for param in model.parameters())
-    again = shard(model, torch.optim.AdamW, lr=0.1, config=config)
-    Side(model, again, again.no_sync).iterate(1)
-    again.wait_for_params()
+    second = shard(model, torch.optim.AdamW, lr=0.1, config=config)
+    Side(model, second, second.no_sync).iterate(1)
+    second.wait_for_params()
     assert all_equal(ctx.gather([param.detach().clone() for param in model.parameters()]))
 
 
 def make_odd_sized_layers() -> nn.Module:
-    """Packed one behind the other, its parameters would not be aligned."""
+    """Layers whose parameters would not be aligned if they were packed without gaps."""
     return nn.Sequential(nn.Linear(13, 33), nn.Tanh(), nn.Linear(33, 65), nn.Tanh(), nn.Linear(65, 3))
 
 
@@ -386,6 +390,6 @@ def single_sample_loss(model: nn.Module, number: int) -> torch.Tensor:
 @ranks(2)
 def test_whole_params_match_ddp_bitwise_with_single_sample_batches(ctx: RankContext) -> None:
     """Matrix-vector products add in an order that depends on where a matrix starts in memory."""
-    twins = ShardTwins(ZeroConfig(partition=WholeParams()), make_odd_sized_layers, torch.optim.SGD, lr=0.05)
-    twins.train(4, single_sample_loss)
-    assert all(param.data_ptr() % 64 == 0 for param in twins.model.parameters())
+    parity = DdpParityRun(ZeroConfig(partition=WholeParams()), make_odd_sized_layers, torch.optim.SGD, lr=0.05)
+    parity.train(4, single_sample_loss)
+    assert all(param.data_ptr() % 64 == 0 for param in parity.model.parameters())

@@ -1,4 +1,4 @@
-"""Everything a training script does around a sharded model's step goes as with DDP and the plain optimizer."""
+"""Operations of a training script around the step of a sharded model match DDP with the plain optimizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests.support import RankContext, ranks
-from tests.support.oracles import TINY, WIDTH, Handed, Pair, assert_same, batch, mlp, some_configs
+from tests.support.oracles import TINY, WIDTH, GetParams, ShardParityRun, assert_same, batch, mlp, some_configs
 from tests.support.tiers import sampled
 from zeroshard import ConfigError, ZeroConfig, shard
 from zeroshard.engine.module_hooks import ZeroGradWrapper
@@ -33,7 +33,7 @@ CONFIGS = (
 
 
 def make_groups(model: nn.Module) -> list[Options]:
-    """Three groups with options of their own; buckets hold parameters of several."""
+    """Return three groups with different options; a bucket holds parameters of several groups."""
     weights = [param for param in model.parameters() if param.dim() > 1]
     biases = [param for param in model.parameters() if param.dim() == 1]
     return [
@@ -49,9 +49,9 @@ def make_groups(model: nn.Module) -> list[Options]:
 @ranks(1, 2, 3, 4)
 def test_param_groups_with_different_options(ctx: RankContext) -> None:
     for factory, config in zip((optim.AdamW, optim.SGD, optim.Adagrad), CONFIGS, strict=True):
-        pair = Pair(factory, handed=make_groups, config=config, lr=0.05)
-        pair.train(3)
-        pair.check_state()
+        parity = ShardParityRun(factory, get_params=make_groups, config=config, lr=0.05)
+        parity.train(3)
+        parity.check_state()
 
 
 SCHEDULERS: list[Callable[[Any], Any]] = [
@@ -65,14 +65,14 @@ def without_params(group: Options) -> Options:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def train_with_schedulers(pair: Pair, schedulers: list[Any], steps: int) -> set[str]:
-    """Train both with their schedulers; what options they went through."""
+def train_with_schedulers(parity: ShardParityRun, schedulers: list[Any], steps: int) -> set[str]:
+    """Train both with their schedulers. Return the option values that the first group took."""
     seen = set()
     for _ in range(steps):
-        pair.train()
+        parity.train()
         for scheduler in schedulers:
             scheduler.step()
-        ours, theirs = (without_params(side.optimizer.param_groups[0]) for side in pair.sides)
+        ours, theirs = (without_params(side.optimizer.param_groups[0]) for side in parity.sides)
         assert_same(ours, theirs)
         seen.add(str([ours["lr"], ours.get("momentum"), ours.get("betas")]))
     return seen
@@ -82,27 +82,32 @@ def train_with_schedulers(pair: Pair, schedulers: list[Any], steps: int) -> set[
 def test_schedulers(ctx: RankContext) -> None:
     warnings.simplefilter("error", UserWarning)  # "lr_scheduler.step() before optimizer.step()"
     for make, config in zip(SCHEDULERS, CONFIGS, strict=True):
-        pair = Pair(optim.SGD, config=config, lr=0.1, momentum=0.9)
-        assert len(train_with_schedulers(pair, [make(side.optimizer) for side in pair.sides], 4)) >= 3
-    adam = Pair(optim.AdamW, config=CONFIGS[0])
+        parity = ShardParityRun(optim.SGD, config=config, lr=0.1, momentum=0.9)
+        assert len(train_with_schedulers(parity, [make(side.optimizer) for side in parity.sides], 4)) >= 3
+    adam = ShardParityRun(optim.AdamW, config=CONFIGS[0])
     assert len(train_with_schedulers(adam, [SCHEDULERS[0](side.optimizer) for side in adam.sides], 3)) == 3
 
 
 @ranks(1, 2, 3)
 def test_resume_scheduler_and_optimizer_state(ctx: RankContext) -> None:
     for make in SCHEDULERS[:2]:
-        pair = Pair(optim.AdamW, config=CONFIGS[0], lr=0.1)
-        schedulers = [make(side.optimizer) for side in pair.sides]
-        train_with_schedulers(pair, schedulers, 2)
-        saved: Any = ctx.gather(pair.zero.full_state_dict())[0]
-        again = Pair(optim.AdamW, config=CONFIGS[2], lr=0.1)
-        ours = make(again.zero)
-        again.model.load_state_dict(pair.model.state_dict())
-        again.zero.load_state_dict(saved)
+        parity = ShardParityRun(optim.AdamW, config=CONFIGS[0], lr=0.1)
+        schedulers = [make(side.optimizer) for side in parity.sides]
+        train_with_schedulers(parity, schedulers, 2)
+        saved: Any = ctx.gather(parity.zero.full_state_dict())[0]
+        resumed = ShardParityRun(optim.AdamW, config=CONFIGS[2], lr=0.1)
+        ours = make(resumed.zero)
+        resumed.model.load_state_dict(parity.model.state_dict())
+        resumed.zero.load_state_dict(saved)
         ours.load_state_dict(schedulers[0].state_dict())
-        again.plain_model, again.ddp, again.plain, again.steps = pair.plain_model, pair.ddp, pair.plain, pair.steps
-        train_with_schedulers(again, [ours, schedulers[1]], 3)
-        again.check_state()
+        resumed.plain_model, resumed.ddp, resumed.plain, resumed.steps = (
+            parity.plain_model,
+            parity.ddp,
+            parity.plain,
+            parity.steps,
+        )
+        train_with_schedulers(resumed, [ours, schedulers[1]], 3)
+        resumed.check_state()
 
 
 # ---- hooks
@@ -112,21 +117,21 @@ def test_resume_scheduler_and_optimizer_state(ctx: RankContext) -> None:
 def test_hooks_fire_once(ctx: RankContext) -> None:
     calls: list[str] = []
 
-    def noting(name: str) -> Callable[..., None]:
+    def make_hook(name: str) -> Callable[..., None]:
         return lambda *_: calls.append(name)
 
-    pair = Pair(optim.AdamW, config=CONFIGS[2])
-    pair.train(1)
-    zero = pair.zero
-    zero.register_step_pre_hook(noting("before"))
-    zero.register_step_post_hook(noting("after"))
-    register_optimizer_step_pre_hook(noting("before any"))
-    register_optimizer_step_post_hook(noting("after any"))
-    zero.register_state_dict_pre_hook(noting("saving"))
-    zero.register_state_dict_post_hook(noting("saved"))
-    zero.register_load_state_dict_pre_hook(noting("loading"))
-    zero.register_load_state_dict_post_hook(noting("loaded"))
-    torch.autograd.backward(pair.loss(pair.model, 1))
+    parity = ShardParityRun(optim.AdamW, config=CONFIGS[2])
+    parity.train(1)
+    zero = parity.zero
+    zero.register_step_pre_hook(make_hook("before"))
+    zero.register_step_post_hook(make_hook("after"))
+    register_optimizer_step_pre_hook(make_hook("before any"))
+    register_optimizer_step_post_hook(make_hook("after any"))
+    zero.register_state_dict_pre_hook(make_hook("saving"))
+    zero.register_state_dict_post_hook(make_hook("saved"))
+    zero.register_load_state_dict_pre_hook(make_hook("loading"))
+    zero.register_load_state_dict_post_hook(make_hook("loaded"))
+    torch.autograd.backward(parity.loss(parity.model, 1))
     zero.step()
     assert sorted(calls) == ["after", "after any", "before", "before any"]
     calls.clear()
@@ -142,7 +147,7 @@ def test_hooks_fire_once(ctx: RankContext) -> None:
 
 
 class TwoHalves(nn.Module):
-    """A second half that may be trained later."""
+    """Two halves; the second may be added to the optimizer later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,39 +169,39 @@ def second_half_group(model: nn.Module) -> Options:
 @ranks(1, 2, 3, 4)
 def test_add_param_group_during_training(ctx: RankContext) -> None:
     for config in CONFIGS[:2]:
-        pair = Pair(optim.AdamW, make=TwoHalves, handed=first_half_params, config=config)
-        pair.train(2)
+        parity = ShardParityRun(optim.AdamW, make=TwoHalves, get_params=first_half_params, config=config)
+        parity.train(2)
         with torch.no_grad():
-            for param in second_half_group(pair.model)["params"]:
-                param.add_(ctx.rank)  # adding them makes them those of rank 0
-        for side in pair.sides:
+            for param in second_half_group(parity.model)["params"]:
+                param.add_(ctx.rank)  # add_param_group broadcasts the values of rank 0
+        for side in parity.sides:
             side.optimizer.add_param_group(second_half_group(side.model))
-        pair.check()
-        pair.train(2)
-        pair.check_state()
+        parity.check()
+        parity.train(2)
+        parity.check_state()
 
 
 @ranks(1, 2, 3, 4)
 def test_add_param_group_between_backward_and_step(ctx: RankContext) -> None:
-    """Gradients that are on their way arrive; the new group has none yet."""
-    pair = Pair(optim.AdamW, make=TwoHalves, handed=first_half_params, config=CONFIGS[0])
+    """Gradients in flight are reduced; the new group has no gradients yet."""
+    parity = ShardParityRun(optim.AdamW, make=TwoHalves, get_params=first_half_params, config=CONFIGS[0])
     for _ in range(2):
-        pair.train(1)
-    pair.backward()
-    for side in pair.sides:
+        parity.train(1)
+    parity.backward()
+    for side in parity.sides:
         for param in second_half_group(side.model)["params"]:
             param.grad = None
         side.optimizer.add_param_group(second_half_group(side.model))
         side.optimizer.step()
         side.model.zero_grad()
-    pair.check()
-    pair.train(2)
-    pair.check_state()
+    parity.check()
+    parity.train(2)
+    parity.check_state()
 
 
 @ranks(2, 3, timeout=20)
 def test_add_param_group_after_backward_on_one_rank_only(ctx: RankContext) -> None:
-    """Only rank 0 made a backward pass: the others count as zeros, and nobody waits for ever."""
+    """Only rank 0 ran backward: gradients of the other ranks count as zeros, and no rank hangs."""
     model = TwoHalves()
     zero = shard(model, optim.SGD, lr=1.0, foreach=True, params=first_half_params(model), config=CONFIGS[0])
     expected = copy.deepcopy(model)
@@ -214,12 +219,12 @@ def test_add_param_group_after_backward_on_one_rank_only(ctx: RankContext) -> No
 
 @ranks(1, 2, 3)
 def test_subset_of_params_with_overlapped_param_gather(ctx: RankContext) -> None:
-    """Parameters that the optimizer does not have are in nobody's way."""
-    pair = Pair(optim.AdamW, make=TwoHalves, handed=first_half_params, config=CONFIGS[2])
-    pair.train(2)
-    for side in pair.sides:
+    """Parameters outside the optimizer do not interfere."""
+    parity = ShardParityRun(optim.AdamW, make=TwoHalves, get_params=first_half_params, config=CONFIGS[2])
+    parity.train(2)
+    for side in parity.sides:
         side.optimizer.add_param_group(second_half_group(side.model))
-    pair.train(2)
+    parity.train(2)
 
 
 # ---- state
@@ -227,23 +232,23 @@ def test_subset_of_params_with_overlapped_param_gather(ctx: RankContext) -> None
 
 @ranks(1, 2, 3, 4)
 def test_state_dict_is_interchangeable_with_plain_optimizer(ctx: RankContext) -> None:
-    ways: list[Handed] = [nn.Module.named_parameters, make_groups]
-    for handed, config in zip(ways, CONFIGS, strict=False):
-        pair = Pair(optim.AdamW, handed=handed, config=config, lr=0.05, amsgrad=True)
-        pair.train(2)
-        pair.check_state()
-        after = Pair(optim.AdamW, handed=handed, lr=0.05, amsgrad=True)
-        for side in after.sides:
-            side.model.load_state_dict(pair.plain_model.state_dict())
-            side.optimizer.load_state_dict(copy.deepcopy(pair.plain.state_dict()))
-        after.steps = pair.steps
-        after.train(3)
-        after.check_state()
+    param_getters: list[GetParams] = [nn.Module.named_parameters, make_groups]
+    for get_params, config in zip(param_getters, CONFIGS, strict=False):
+        parity = ShardParityRun(optim.AdamW, get_params=get_params, config=config, lr=0.05, amsgrad=True)
+        parity.train(2)
+        parity.check_state()
+        resumed = ShardParityRun(optim.AdamW, get_params=get_params, lr=0.05, amsgrad=True)
+        for side in resumed.sides:
+            side.model.load_state_dict(parity.plain_model.state_dict())
+            side.optimizer.load_state_dict(copy.deepcopy(parity.plain.state_dict()))
+        resumed.steps = parity.steps
+        resumed.train(3)
+        resumed.check_state()
 
 
 @ranks(4)
 def test_state_dict_resumes_at_another_world_size(ctx: RankContext, tmp_path: Path) -> None:
-    """Saved at 3 and 4 ranks, loaded at 2 and 4; the gradients are the same on all ranks, so the results are, too."""
+    """Saved on 3 and 4 ranks, loaded on 2 and 4. Gradients are equal on all ranks, so results are equal, too."""
 
     def train(model: nn.Module, optimizer: Any, first: int) -> None:
         for step in range(first, first + 3):
@@ -271,19 +276,19 @@ def test_state_dict_resumes_at_another_world_size(ctx: RankContext, tmp_path: Pa
     plain = optim.AdamW(expected.parameters(), foreach=True)
     train(expected, plain, 0)
     train(expected, plain, 3)
-    for size, origin in ((2, 3), (4, 3), (2, 4)):
+    for size, saved_size in ((2, 3), (4, 3), (2, 4)):
         if ctx.rank < size:
             model, zero = make(size)
-            weights, state = torch.load(tmp_path / str(origin), weights_only=True)
+            weights, state = torch.load(tmp_path / str(saved_size), weights_only=True)
             model.load_state_dict(weights)
             zero.load_state_dict(state)
             train(model, zero, 3)
-            # A third of a gradient, three times, is not always the gradient.
+            # Averaging equal gradients may round: a third of a value, three times, is not always the value.
             for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-# ---- models of all kinds
+# ---- unusual models
 
 
 @ranks(2, 3, 4)
@@ -300,9 +305,9 @@ def test_more_ranks_than_elements(ctx: RankContext) -> None:
 
     for make in (single, tiny):
         for config in (None, *CONFIGS):
-            pair = Pair(optim.AdamW, make=make, loss=loss, config=config)
-            pair.train(2)
-            pair.check_state()
+            parity = ShardParityRun(optim.AdamW, make=make, loss=loss, config=config)
+            parity.train(2)
+            parity.check_state()
 
 
 class MixedDtypeNet(nn.Module):
@@ -321,11 +326,11 @@ class MixedDtypeNet(nn.Module):
 
 @ranks(1, 2, 3, 4)
 def test_mixed_dtype_model(ctx: RankContext) -> None:
-    """Sums of bfloat16 gradients are made in float32 and rounded once, as the oracle makes them."""
+    """bfloat16 gradients are summed in float32 and rounded once, as in the oracle."""
     for config in CONFIGS:
-        pair = Pair(optim.AdamW, make=MixedDtypeNet, config=config, lr=0.05)
-        pair.train(3)
-        pair.check_state()
+        parity = ShardParityRun(optim.AdamW, make=MixedDtypeNet, config=config, lr=0.05)
+        parity.train(3)
+        parity.check_state()
 
 
 @ranks(1, 2, 3)
@@ -334,21 +339,21 @@ def test_bf16_model(ctx: RankContext) -> None:
         output: Tensor = model(batch(number).bfloat16()).float().square().mean()
         return output
 
-    pair = Pair(optim.AdamW, make=lambda: mlp().bfloat16(), loss=loss, config=CONFIGS[0], lr=0.05)
-    pair.train(3)
-    pair.check_state()
-    sgd = Pair(optim.SGD, make=lambda: mlp().bfloat16(), loss=loss, config=CONFIGS[0], lr=0.05, fused=None)
+    parity = ShardParityRun(optim.AdamW, make=lambda: mlp().bfloat16(), loss=loss, config=CONFIGS[0], lr=0.05)
+    parity.train(3)
+    parity.check_state()
+    sgd = ShardParityRun(optim.SGD, make=lambda: mlp().bfloat16(), loss=loss, config=CONFIGS[0], lr=0.05, fused=None)
     sgd.backward()
     for side in sgd.sides:
         side.optimizer.step()
-    # torch's SGD rounds the last elements of a bfloat16 tensor in another way, and ours are cut elsewhere.
+    # torch's SGD rounds the last elements of a bfloat16 tensor differently, and shards end at other elements.
     for ours, theirs in zip(sgd.model.parameters(), sgd.plain_model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-4)
 
 
 @ranks(1, 2)
 def test_broken_fused_sgd_kernel_is_not_used(ctx: RankContext) -> None:
-    """torch's fused SGD does, on the CPU, into parameters of half precision."""
+    """On the CPU, torch's fused SGD updates half-precision parameters incorrectly."""
     model = nn.Linear(WIDTH, WIDTH).bfloat16()
     before = [param.detach().clone() for param in model.parameters()]
     zero = shard(model, optim.SGD, lr=1.0)
@@ -359,7 +364,7 @@ def test_broken_fused_sgd_kernel_is_not_used(ctx: RankContext) -> None:
         assert_same(param.detach(), old - 1)
 
 
-# ---- optimizers that look at whole parameters
+# ---- optimizers that need whole parameters
 
 
 def make_muon(params: Any, **options: Any) -> optim.Optimizer:
@@ -373,23 +378,23 @@ def test_optimizers_that_need_whole_params(ctx: RankContext, config: ZeroConfig 
         return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
 
     for factory, make in ((make_muon, square), (optim.Adafactor, mlp)):
-        with pytest.warns(UserWarning, match="looks at whole parameters"):
-            pair = Pair(factory, make=make, config=config, lr=0.05)
-        pair.train(3)
-        pair.check_state()
-        saved: Any = ctx.gather(pair.zero.full_state_dict())[0]
-        pair.zero.load_state_dict(saved)
-        pair.train(2)
+        with pytest.warns(UserWarning, match="needs whole parameters"):
+            parity = ShardParityRun(factory, make=make, config=config, lr=0.05)
+        parity.train(3)
+        parity.check_state()
+        saved: Any = ctx.gather(parity.zero.full_state_dict())[0]
+        parity.zero.load_state_dict(saved)
+        parity.train(2)
 
 
 @ranks(2, 3)
 def test_each_rank_holds_its_shard_of_the_state(ctx: RankContext) -> None:
-    pair = Pair(optim.AdamW, make=lambda: mlp(8))
-    pair.train(1)
-    mine = sum(value.numel() for state in pair.zero.state.values() for value in state.values() if value.dim())
-    everything = sum(2 * param.numel() for param in pair.model.parameters())
-    assert sum(ctx.gather(mine)) == everything
-    assert mine <= everything / ctx.world_size + 2 * len(pair.zero.layout.buckets)
+    parity = ShardParityRun(optim.AdamW, make=lambda: mlp(8))
+    parity.train(1)
+    local_numel = sum(value.numel() for state in parity.zero.state.values() for value in state.values() if value.dim())
+    total_numel = sum(2 * param.numel() for param in parity.model.parameters())
+    assert sum(ctx.gather(local_numel)) == total_numel
+    assert local_numel <= total_numel / ctx.world_size + 2 * len(parity.zero.layout.buckets)
 
 
 @ranks(1)
@@ -399,30 +404,30 @@ def test_model_drops_references_to_dead_optimizers(ctx: RankContext) -> None:
         optimizer = shard(model, optim.SGD, lr=0.1)
         gc.collect()
     assert optimizer.world_size == ctx.world_size
-    clearing: Any = model.zero_grad
-    links = 0
-    while isinstance(clearing, ZeroGradWrapper):
-        links, clearing = links + 1, clearing._wrapped
-    assert links <= 2  # the last, and perhaps the one that it replaced while it was made
+    zero_grad: Any = model.zero_grad
+    num_wrappers = 0
+    while isinstance(zero_grad, ZeroGradWrapper):
+        num_wrappers, zero_grad = num_wrappers + 1, zero_grad._wrapped
+    assert num_wrappers <= 2  # that of the last optimizer, and perhaps that of the optimizer it replaced
 
 
 @ranks(2, 4)
 @sampled("chosen", ["all", "plain"])
 def test_tensor_parallel_params_are_rejected(ctx: RankContext, chosen: str) -> None:
-    """Also those that the optimizer would not get: their gradients would be averaged by nobody."""
+    """Even those that the optimizer would not get: nothing would average their gradients."""
     mesh = init_device_mesh("cpu", (ctx.world_size // 2, 2), mesh_dim_names=("replicate", "tensor"))
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
     parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
-    plain = None if chosen == "all" else model[1].parameters()
+    params = None if chosen == "all" else model[1].parameters()
     with pytest.raises(ConfigError, match=r"0\.weight.* is a DTensor, placed as \(S.*0.*\) on a mesh of \(2,\) ranks"):
-        shard(model, torch.optim.AdamW, params=plain, process_group=mesh.get_group("replicate"))
+        shard(model, torch.optim.AdamW, params=params, process_group=mesh.get_group("replicate"))
     assert "zero_grad" not in vars(model)
 
 
 def count_hooks(model: nn.Module) -> int:
-    """Those of parameters, and those before forward passes."""
-    of_params: Any = [param._post_accumulate_grad_hooks or () for param in model.parameters()]
-    return sum(map(len, [*of_params, *(module._forward_pre_hooks for module in model.modules())]))
+    """Count gradient hooks of parameters and forward pre-hooks of modules."""
+    grad_hooks: Any = [param._post_accumulate_grad_hooks or () for param in model.parameters()]
+    return sum(map(len, [*grad_hooks, *(module._forward_pre_hooks for module in model.modules())]))
 
 
 @some_configs

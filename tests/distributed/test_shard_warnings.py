@@ -1,4 +1,4 @@
-"""What `shard` warns of: once, on all ranks, at the user's line, and never without reason."""
+"""Warnings of `shard`: once, on all ranks, at the user's line, and never for correct code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ExponentialLR
 
 from tests.support import RankContext, ranks
-from tests.support.oracles import WIDTH, batch, left_as_it_was, mlp, regression
+from tests.support.oracles import WIDTH, assert_params_unchanged, batch, mlp, regression
 from zeroshard import (
     FlatShards,
     RankFailedError,
@@ -59,7 +59,7 @@ def shard_trunk(model: TrunkAndHead, **options: Any) -> ShardedOptimizer:
     return shard(model, optim.SGD, params=model.trunk.parameters(), lr=0.1, **options)
 
 
-# ---- parameters whose gradients nobody averages
+# ---- parameters whose gradients are not averaged
 
 
 @ranks(2, 3, 4)
@@ -67,15 +67,15 @@ def shard_trunk(model: TrunkAndHead, **options: Any) -> ShardedOptimizer:
 def test_params_without_averaged_grads_are_named_once(ctx: RankContext, config: ZeroConfig) -> None:
     model = TrunkAndHead()
     zero = shard_trunk(model, config=config)
-    ExponentialLR(zero, 0.5)  # which wraps step()
+    ExponentialLR(zero, 0.5)  # wraps step()
     backward(model)
-    with pytest.warns(UserWarning, match="nobody averages") as caught:
+    with pytest.warns(UserWarning, match="belong to no sharded optimizer") as caught:
         zero.step()
     (warning,) = caught
     assert warning.filename == __file__
     text = str(warning.message)
     assert "6 parameters" in text
-    assert "head.0.weight, head.0.bias, head.1.weight, head.1.bias, head.2.weight, ..." in text
+    assert "head.0.weight, head.0.bias, head.1.weight, head.1.bias, head.2.weight, head.2.bias" in text
     assert "trunk" not in text
     zero.zero_grad()
     with assert_no_warnings():
@@ -92,7 +92,7 @@ def test_unaveraged_grads_from_a_closure_warn(ctx: RankContext) -> None:
         backward(model)
         return 0.0
 
-    with pytest.warns(UserWarning, match="nobody averages"):
+    with pytest.warns(UserWarning, match="belong to no sharded optimizer"):
         zero.step(closure)
 
 
@@ -104,7 +104,7 @@ def test_single_rank_does_not_warn_of_unaveraged_grads(ctx: RankContext) -> None
         train_step(model, zero)
 
 
-def shard_whole_model(model: TrunkAndHead) -> list[Any]:
+def shard_full_model(model: TrunkAndHead) -> list[Any]:
     return [shard(model, optim.SGD, lr=0.1)]
 
 
@@ -125,10 +125,10 @@ def wrap_head_in_ddp(model: TrunkAndHead) -> list[Any]:
 
 
 @ranks(2, 3)
-@pytest.mark.parametrize("made", [shard_whole_model, shard_trunk_and_head, freeze_head_later, wrap_head_in_ddp])
-def test_correct_training_does_not_warn(ctx: RankContext, made: Callable[[TrunkAndHead], list[Any]]) -> None:
+@pytest.mark.parametrize("prepare", [shard_full_model, shard_trunk_and_head, freeze_head_later, wrap_head_in_ddp])
+def test_correct_training_does_not_warn(ctx: RankContext, prepare: Callable[[TrunkAndHead], list[Any]]) -> None:
     model = TrunkAndHead()
-    optimizers = made(model)
+    optimizers = prepare(model)
     with assert_no_warnings():
         for _ in range(2):
             train_step(model, *optimizers)
@@ -139,7 +139,7 @@ def test_dead_optimizer_averages_nothing(ctx: RankContext) -> None:
     model = TrunkAndHead()
     shard(model, optim.SGD, lr=0.1)
     zero = shard_trunk(model)
-    with pytest.warns(UserWarning, match="nobody averages the gradients of 6 parameters"):
+    with pytest.warns(UserWarning, match="6 parameters have gradients but belong to no sharded optimizer"):
         train_step(model, zero)
 
 
@@ -150,19 +150,21 @@ def test_dead_optimizer_averages_nothing(ctx: RankContext) -> None:
 def test_uncleared_grads_warn_at_the_users_line(ctx: RankContext) -> None:
     model = TrunkAndHead()
     zero = shard(model, optim.SGD, lr=0.1)
-    ExponentialLR(zero, 0.5)  # which wraps step()
+    ExponentialLR(zero, 0.5)  # wraps step()
     train_step(model, zero)
     backward(model)
     zero.step()
     with pytest.warns(UserWarning, match="were not cleared") as caught:
         backward(model)
-    assert [(it.filename, it.lineno) for it in caught] == [(__file__, backward.__code__.co_firstlineno + 1)]
+    assert [(warning.filename, warning.lineno) for warning in caught] == [
+        (__file__, backward.__code__.co_firstlineno + 1)
+    ]
 
 
 @ranks(1, 2)
 @pytest.mark.parametrize("stage", [2, 1], ids=["zero2", "zero1"])
 def test_any_way_of_clearing_grads_avoids_the_warning(ctx: RankContext, stage: Literal[1, 2]) -> None:
-    """Also a larger model, which the optimizer does not know."""
+    """Also through a larger model to which the optimizer has no reference."""
     model = TrunkAndHead()
     zero = shard(model.head, optim.SGD, lr=0.1, config=ZeroConfig(stage=stage))
     for clear in (model.zero_grad, model.head.zero_grad, zero.zero_grad):
@@ -174,7 +176,23 @@ def test_any_way_of_clearing_grads_avoids_the_warning(ctx: RankContext, stage: L
         zero.zero_grad()
 
 
-# ---- optimizers that cannot be cut
+@ranks(2, timeout=30)
+def test_warning_raised_as_error_in_step_is_raised_on_all_ranks(ctx: RankContext) -> None:
+    """A gradient set by hand on one rank warns there alone that those of the last step were not cleared."""
+    model = TrunkAndHead()
+    zero = shard(model, optim.SGD, lr=0.1)
+    backward(model)
+    zero.step()
+    if ctx.rank == 0:
+        model.trunk.bias.grad = torch.ones_like(model.trunk.bias)
+    expected = UserWarning if ctx.rank == 0 else RankFailedError
+    with assert_no_warnings(), pytest.raises(expected, match="were not cleared"):
+        zero.step()
+    with assert_no_warnings():
+        train_step(model, zero)
+
+
+# ---- optimizers that need whole parameters
 
 
 def shard_with_adafactor(model: nn.Module) -> ShardedOptimizer:
@@ -184,7 +202,7 @@ def shard_with_adafactor(model: nn.Module) -> ShardedOptimizer:
 @ranks(1, 2, 3)
 def test_fallback_to_whole_params_warns_at_the_users_line(ctx: RankContext) -> None:
     model = TrunkAndHead()
-    with pytest.warns(UserWarning, match="Adafactor looks at whole parameters") as caught:
+    with pytest.warns(UserWarning, match=r"Adafactor needs whole parameters, so each .* a single rank") as caught:
         zero = shard_with_adafactor(model)
     (warning,) = caught
     assert (warning.filename, warning.lineno) == (__file__, shard_with_adafactor.__code__.co_firstlineno + 1)
@@ -197,14 +215,14 @@ def test_fallback_to_whole_params_warns_at_the_users_line(ctx: RankContext) -> N
 @ranks(2)
 def test_warning_raised_as_error_leaves_model_unchanged(ctx: RankContext) -> None:
     model = TrunkAndHead()
-    with left_as_it_was(model), assert_no_warnings(), pytest.raises(UserWarning, match="whole parameters"):
+    with assert_params_unchanged(model), assert_no_warnings(), pytest.raises(UserWarning, match="whole parameters"):
         shard_with_adafactor(model)
 
 
 @ranks(1, 2, 3)
 @pytest.mark.parametrize("config", [None, ZeroConfig(partition=FlatShards())], ids=["default", "flat"])
 def test_invalid_optimizer_arguments_raise_the_optimizers_error(ctx: RankContext, config: ZeroConfig | None) -> None:
-    """The self-test, which cannot make one either, must not say that it found anything."""
+    """The probe cannot construct the optimizer either and must not warn about it."""
     with assert_no_warnings():
         with pytest.raises(TypeError, match="learning_rate"):
             shard(TrunkAndHead(), optim.AdamW, learning_rate=1, config=config)
@@ -223,7 +241,7 @@ def test_invalid_optimizer_arguments_on_one_rank_are_raised_on_all(ctx: RankCont
 
 @ranks(1, 2)
 def test_second_optimizer_supersedes_the_first(ctx: RankContext) -> None:
-    """The first may be alive as long as the garbage collector pleases; none of it is in the way."""
+    """The first may stay alive until it is garbage-collected; it must not interfere."""
     model = mlp()
     first = shard(model, torch.optim.SGD, lr=0.1)
     torch.autograd.backward(regression(model, 0))
@@ -235,7 +253,7 @@ def test_second_optimizer_supersedes_the_first(ctx: RankContext) -> None:
     assert second.clip_grad_norm_(1e9) > 0
     second.step()
     assert not any(map(torch.equal, before, model.parameters()))
-    with pytest.raises(RuntimeError, match="another optimizer was made by shard"):
+    with pytest.raises(RuntimeError, match=r"a later shard\(\) call .* Call step\(\) of the later optimizer"):
         first.step()
     second.zero_grad()
     torch.autograd.backward(regression(model, 2))

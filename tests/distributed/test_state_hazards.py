@@ -1,4 +1,4 @@
-"""Ways in which state could be wrong when it is saved, kept or dropped, or wait for ever, and must not."""
+"""Situations in which saving, keeping or freeing state could give wrong values or hang."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Join
 from torch.optim import SGD, Adam
 
 from tests.support import RankContext, ranks
-from tests.support.oracles import Twins, assert_same, set_grads, small_model
+from tests.support.oracles import ParityRun, assert_same, set_grads, small_model
 from zeroshard import (
     CheckpointError,
     ConfigError,
@@ -51,18 +51,18 @@ def scale_in_first_group(model: Any) -> Any:
 
 @ranks(2, 3)
 def test_wrong_state_shape_with_scalar_param_is_rejected(ctx: RankContext) -> None:
-    for handed in (params_with_scale_first, scale_in_last_group, scale_in_first_group):
-        twins = Twins(Adam, model=NetWithScale, handed=handed, lr=0.1)
-        twins.train(1)
-        saved = twins.plain.state_dict()
+    for get_params in (params_with_scale_first, scale_in_last_group, scale_in_first_group):
+        parity = ParityRun(Adam, model=NetWithScale, get_params=get_params, lr=0.1)
+        parity.train(1)
+        saved = parity.plain.state_dict()
         for index, state in saved["state"].items():
             for key in ("exp_avg", "exp_avg_sq"):
                 if state[key].dim():
-                    spoiled = copy.deepcopy(saved)
-                    spoiled["state"][index][key] = torch.ones(7, 7)
+                    corrupted = copy.deepcopy(saved)
+                    corrupted["state"][index][key] = torch.ones(7, 7)
                     with pytest.raises(CheckpointError, match="shape"):
-                        twins.zero.load_state_dict(spoiled)
-        twins.train(1)
+                        parity.zero.load_state_dict(corrupted)
+        parity.train(1)
 
 
 def momentum_in_one_group(model: Any) -> Any:
@@ -72,57 +72,57 @@ def momentum_in_one_group(model: Any) -> Any:
 
 @ranks(2, 3)
 def test_wrong_state_shape_with_different_group_options_is_rejected(ctx: RankContext) -> None:
-    twins = Twins(SGD, handed=momentum_in_one_group, lr=0.1)
-    twins.train(1)
-    spoiled = copy.deepcopy(twins.plain.state_dict())
-    spoiled["state"][1]["momentum_buffer"] = torch.ones(7, 7)
+    parity = ParityRun(SGD, get_params=momentum_in_one_group, lr=0.1)
+    parity.train(1)
+    corrupted = copy.deepcopy(parity.plain.state_dict())
+    corrupted["state"][1]["momentum_buffer"] = torch.ones(7, 7)
     with pytest.raises(CheckpointError, match="shape"):
-        twins.zero.load_state_dict(spoiled)
-    twins.train(1)
+        parity.zero.load_state_dict(corrupted)
+    parity.train(1)
 
 
 @ranks(2, 3)
 def test_modified_consolidated_state_is_not_returned(ctx: RankContext) -> None:
-    twins = Twins(Adam, lr=0.1)
-    twins.train(1)
-    twins.zero.consolidate_state_dict()
+    parity = ParityRun(Adam, lr=0.1)
+    parity.train(1)
+    parity.zero.consolidate_state_dict()
     if ctx.rank == 0:
         other = small_model()
         plain = Adam(other.parameters())
-        plain.load_state_dict(twins.zero.state_dict())  # torch takes the tensors over as they are
-        assert_same(twins.zero.state_dict()["state"], twins.plain.state_dict()["state"])
+        plain.load_state_dict(parity.zero.state_dict())  # torch keeps the same tensors, without a copy
+        assert_same(parity.zero.state_dict()["state"], parity.plain.state_dict()["state"])
         set_grads(other.parameters(), 1)
         plain.step()
         with pytest.raises(RuntimeError, match="changed in place"):
-            twins.zero.state_dict()
-    twins.zero.consolidate_state_dict()
+            parity.zero.state_dict()
+    parity.zero.consolidate_state_dict()
     if ctx.rank == 0:
-        assert_same(twins.zero.state_dict(), twins.plain.state_dict())
+        assert_same(parity.zero.state_dict(), parity.plain.state_dict())
 
 
 @ranks(2, 3)
 def test_old_consolidated_state_is_freed_before_the_new_one(ctx: RankContext) -> None:
-    twins = Twins(Adam, lr=0.1)
-    twins.train(1)
-    twins.zero.consolidate_state_dict()
+    parity = ParityRun(Adam, lr=0.1)
+    parity.train(1)
+    parity.zero.consolidate_state_dict()
     kept = (
         []
-        if twins.zero._consolidated_state is None
-        else list(twins.zero._consolidated_state.state_dict["state"].values())
+        if parity.zero._consolidated_state is None
+        else list(parity.zero._consolidated_state.state_dict["state"].values())
     )
-    old = [weakref.ref(state["exp_avg"]) for state in kept]
+    old_tensors = [weakref.ref(state["exp_avg"]) for state in kept]
     del kept
-    found: list[bool] = []
+    are_alive: list[bool] = []
 
-    def watching(*args: Any) -> Any:
-        found.extend(tensor() is not None for tensor in old)
-        return receive(*args)
+    def receive_and_record(*args: Any) -> Any:
+        are_alive.extend(tensor() is not None for tensor in old_tensors)
+        return receive_state(*args)
 
-    receive = serialization.receive_state
+    receive_state = serialization.receive_state
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serialization, "receive_state", watching)
-        twins.zero.consolidate_state_dict()
-    assert found == ([False] * 6 * (ctx.world_size - 1) if ctx.rank == 0 else [])
+        patch.setattr(serialization, "receive_state", receive_and_record)
+        parity.zero.consolidate_state_dict()
+    assert are_alive == ([False] * 6 * (ctx.world_size - 1) if ctx.rank == 0 else [])
 
 
 class Mark:
@@ -131,14 +131,14 @@ class Mark:
 
 @ranks(2, 3)
 def test_types_allowed_on_one_rank_only_are_reported(ctx: RankContext) -> None:
-    twins = Twins(SGD, lr=0.1, momentum=0.9)
-    twins.train(1)
+    parity = ParityRun(SGD, lr=0.1, momentum=0.9)
+    parity.train(1)
     calls: list[Callable[[], Any]] = [
-        twins.zero.consolidate_state_dict,
-        twins.zero.full_state_dict,
+        parity.zero.consolidate_state_dict,
+        parity.zero.full_state_dict,
         lambda: broadcast_object(Mark() if ctx.rank == 1 else None, 1),
     ]
-    states = list(twins.zero.state.values())
+    states = list(parity.zero.state.values())
     with torch.serialization.safe_globals([Mark] if ctx.rank == 1 else []):
         if ctx.rank == 1:
             states[0]["mark"] = Mark()
@@ -146,7 +146,7 @@ def test_types_allowed_on_one_rank_only_are_reported(ctx: RankContext) -> None:
             with pytest.raises(RankMismatchError, match="Mark"):
                 call()
     states[0].pop("mark", None)
-    twins.train(1)
+    parity.train(1)
     for call in calls[:2]:
         call()
 
@@ -168,7 +168,7 @@ def test_broadcast_source_outside_the_group_is_rejected(ctx: RankContext) -> Non
 
 
 class SGDWithExtraState(SGD):
-    """Adds something of each of its parameters to its dict, or fails to."""
+    """Adds the sum of each of its parameters to its state dict, or fails."""
 
     should_fail = False
 
@@ -181,15 +181,15 @@ class SGDWithExtraState(SGD):
 
 @ranks(2, 3)
 def test_different_extra_state_across_ranks_is_reported(ctx: RankContext) -> None:
-    twins = Twins(SGDWithExtraState, lr=0.1)
-    for call in (twins.zero.full_state_dict, twins.zero.consolidate_state_dict):
-        twins.zero.optim.should_fail = False  # type: ignore[attr-defined]
+    parity = ParityRun(SGDWithExtraState, lr=0.1)
+    for call in (parity.zero.full_state_dict, parity.zero.consolidate_state_dict):
+        parity.zero.optim.should_fail = False  # type: ignore[attr-defined]
         with pytest.raises(RankMismatchError, match="adds to its dict"):
             call()
-        twins.zero.optim.should_fail = ctx.rank == 1  # type: ignore[attr-defined]
+        parity.zero.optim.should_fail = ctx.rank == 1  # type: ignore[attr-defined]
         with pytest.raises(ArithmeticError if ctx.rank == 1 else RankFailedError, match="no sums today"):
             call()
-    twins.train(1)
+    parity.train(1)
 
 
 @ranks(2, 3)
@@ -205,9 +205,9 @@ def test_deleted_optimizer_is_freed_without_gc(ctx: RankContext) -> None:
                     zero.step()
             zero.step(lambda: 1.0)
             zero.consolidate_state_dict()
-            watched: list[weakref.ref[Any]] = [weakref.ref(zero), weakref.ref(zero.optim)]
-            watched += [weakref.ref(state["exp_avg"]) for state in zero.state.values()]
+            refs: list[weakref.ref[Any]] = [weakref.ref(zero), weakref.ref(zero.optim)]
+            refs += [weakref.ref(state["exp_avg"]) for state in zero.state.values()]
             del zero
-            assert [found() for found in watched] == [None] * len(watched)
+            assert [ref() for ref in refs] == [None] * len(refs)
     finally:
         gc.enable()

@@ -1,6 +1,6 @@
-"""Input guided by coverage: `python tests/fuzz/guided.py archive --seconds 60`. Needs atheris.
+"""Coverage-guided fuzzing: `python tests/fuzz/guided.py metadata --seconds 60`. Needs atheris.
 
-An input that breaks a promise ends the program with its trace, and lies in the folder of the seeds afterwards.
+An input that breaks a guarantee ends the program with a traceback and is written to the corpus directory.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ SETTINGS = ("-max_len=20000", "-rss_limit_mb=4096", "-timeout=20", "-print_final
 
 
 def main() -> None:
-    given = argparse.ArgumentParser()
-    given.add_argument("target")
-    given.add_argument("--seconds", type=int, default=60)
-    chosen = given.parse_args()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("target")
+    parser.add_argument("--seconds", type=int, default=60)
+    args = parser.parse_args()
     warnings.simplefilter("ignore")
-    atheris, targets = _instrumented()
-    corpus = Path(tempfile.mkdtemp(prefix=f"fuzz-{chosen.target}-"))
-    for number, seed in enumerate(targets.seeds(chosen.target)):
+    atheris, targets = _import_instrumented()
+    corpus = Path(tempfile.mkdtemp(prefix=f"fuzz-{args.target}-"))
+    for number, seed in enumerate(targets.seeds(args.target)):
         (corpus / str(number)).write_bytes(seed)
-    options = [f"-max_total_time={chosen.seconds}", f"-artifact_prefix={corpus}/", str(corpus)]
-    atheris.Setup([sys.argv[0], *SETTINGS, *options], targets.TARGETS[chosen.target])
+    options = [f"-max_total_time={args.seconds}", f"-artifact_prefix={corpus}/", str(corpus)]
+    atheris.Setup([sys.argv[0], *SETTINGS, *options], targets.TARGETS[args.target])
     atheris.Fuzz()
 
 
-def _instrumented() -> tuple[Any, Any]:
-    """Atheris, and the targets with our own code instrumented; torch's is not."""
+def _import_instrumented() -> tuple[Any, Any]:
+    """Return atheris and the targets. Only zeroshard is instrumented, not torch."""
     sys.path[:0] = [str(ROOT), str(ROOT / "src")]
     atheris = import_module("atheris")
     for name in ("torch", "torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict"):

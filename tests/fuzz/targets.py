@@ -1,4 +1,4 @@
-"""What reads bytes of files, each as a function of bytes that raises if a promise is broken."""
+"""Fuzz targets: one function per file reader. It takes bytes, and raises if the reader breaks a guarantee."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from zeroshard.checkpoint.saver import from_byte_tensor, to_byte_tensor
 from zeroshard.errors import CheckpointError
 from zeroshard.planner.shapes import read_safetensors
 
-_folder = tempfile.TemporaryDirectory()
-FOLDERS = [Path(_folder.name)]
-_HERE = FOLDERS[0]
+_temporary_dir = tempfile.TemporaryDirectory()
+DIRECTORIES = [Path(_temporary_dir.name)]
+_ROOT_DIR = DIRECTORIES[0]
 
 
 def _write(directory: str, name: str, data: bytes) -> Path:
-    (_HERE / directory).mkdir(exist_ok=True)
-    (_HERE / directory / name).write_bytes(data)
-    return _HERE / directory
+    (_ROOT_DIR / directory).mkdir(exist_ok=True)
+    (_ROOT_DIR / directory / name).write_bytes(data)
+    return _ROOT_DIR / directory
 
 
 def _check_length(error: CheckpointError) -> None:
     assert len(str(error)) < 5000
 
 
-def archive(data: bytes) -> None:
-    """`.metadata` of a directory without files."""
+def metadata(data: bytes) -> None:
+    """Read `.metadata` of a directory without data files."""
     try:
-        found = CheckpointMetadata(_write("archive", ".metadata", data))
+        found = CheckpointMetadata(_write("metadata", ".metadata", data))
     except CheckpointError as error:
         _check_length(error)
         return
@@ -47,11 +47,11 @@ def archive(data: bytes) -> None:
 
 
 def directory(data: bytes) -> None:
-    """The data of a good directory."""
-    place = _good()
-    (place / "__0_0.distcp").write_bytes(data)
+    """Read a data file of an otherwise valid directory."""
+    path = _valid_checkpoint()
+    (path / "__0_0.distcp").write_bytes(data)
     try:
-        found = CheckpointMetadata(place)
+        found = CheckpointMetadata(path)
         found.check_files()
         read_values(found, {entry.key: entry.allocate() for entry in found.entries})
     except CheckpointError as error:
@@ -67,54 +67,54 @@ def manifest(data: bytes) -> None:
     assert all("/" not in name for name in found.sums)
 
 
-def codec(data: bytes) -> None:
-    memory = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+def serialization(data: bytes) -> None:
+    buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     try:
-        from_byte_tensor(memory, "it", _HERE)
+        from_byte_tensor(buffer, "value", _ROOT_DIR)
     except CheckpointError:
         return
 
 
-def outlined(data: bytes) -> None:
-    """What the outline says is what torch says."""
+def tensor_header(data: bytes) -> None:
+    """Read a tensor header: its shape and strides match those that torch loads."""
     found = parse_tensor_header(io.BytesIO(data), torch.float32)
     if found is None:
         return
     try:
         expected = torch.load(io.BytesIO(data), map_location="meta", weights_only=True)
-    except Exception:  # it looks at records that the outline does not need
+    except Exception:  # torch also reads records that the header does not need
         return
     assert (found.meta_tensor.shape, found.meta_tensor.stride()) == (expected.shape, expected.stride())
 
 
-def headers(data: bytes) -> None:
-    """A file of safetensors: what is said to be in it fits into it."""
-    place = _write("headers", "it.safetensors", data) / "it.safetensors"
+def safetensors(data: bytes) -> None:
+    """Read a safetensors file: no tensor in its header is larger than the file."""
+    path = _write("safetensors", "model.safetensors", data) / "model.safetensors"
     try:
-        found = read_safetensors(place)
+        found = read_safetensors(path)
     except CheckpointError as error:
         _check_length(error)
         return
-    assert all(0 <= it.nbytes <= len(data) for it in found.params)
+    assert all(0 <= param.nbytes <= len(data) for param in found.params)
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    "archive": archive,
+    "metadata": metadata,
     "directory": directory,
     "manifest": manifest,
-    "codec": codec,
-    "outline": outlined,
-    "headers": headers,
+    "serialization": serialization,
+    "tensor_header": tensor_header,
+    "safetensors": safetensors,
 }
 
 
-def _good() -> Path:
-    place = _HERE / "good"
-    if not place.exists():
+def _valid_checkpoint() -> Path:
+    directory = _ROOT_DIR / "valid"
+    if not directory.exists():
         values = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(1).expand(4), "note": {"x": [1, "y"]}}
-        dcp_save(values, checkpoint_id=place, no_dist=True)
-        (place / "__0_0.distcp").replace(_HERE / "data")
-    return place
+        dcp_save(values, checkpoint_id=directory, no_dist=True)
+        (directory / "__0_0.distcp").replace(_ROOT_DIR / "data")
+    return directory
 
 
 _HEADER: dict[str, Any] = {
@@ -125,27 +125,30 @@ _HEADER: dict[str, Any] = {
 }
 
 
-def safetensors_of(header: Any, room: int = 34) -> bytes:
-    """A file with that header, and so many bytes after it."""
+def safetensors_file(header: Any, data_nbytes: int = 34) -> bytes:
+    """Return a file with this header, followed by `data_nbytes` zeros."""
     text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + bytes(room)
+    return struct.pack("<Q", len(text)) + text + bytes(data_nbytes)
 
 
-def spoiled_header(place: str, key: str, value: Any) -> bytes:
-    """A good one in which one thing is something else."""
-    return safetensors_of({**_HEADER, place: {**_HEADER.get(place, {}), key: value} if key else value})
+def corrupted_header(name: str, key: str, value: Any) -> bytes:
+    """Return a file whose header is valid, except that one entry or one of its keys is replaced by `value`."""
+    return safetensors_file({**_HEADER, name: {**_HEADER.get(name, {}), key: value} if key else value})
 
 
 def seeds(target: str) -> list[bytes]:
-    """Good ones to begin with."""
-    good = _good()
+    """Return valid inputs from which fuzzing starts."""
+    valid = _valid_checkpoint()
     saved = io.BytesIO()
     torch.save(torch.arange(24.0).view(2, 3, 4).permute(1, 0, 2), saved)
     return {
-        "archive": [(good / ".metadata").read_bytes()],
-        "directory": [(_HERE / "data").read_bytes()],
+        "metadata": [(valid / ".metadata").read_bytes()],
+        "directory": [(_ROOT_DIR / "data").read_bytes()],
         "manifest": [Manifest(3, 2, {".metadata": 1, "__0_0.distcp": 2}, 0.5, "2.13").to_json().encode()],
-        "codec": [bytes(to_byte_tensor({"random": [1, 2.5], "extra": torch.ones(3)}).tolist()), saved.getvalue()],
-        "outline": [saved.getvalue()],
-        "headers": [safetensors_of(_HEADER)],
+        "serialization": [
+            bytes(to_byte_tensor({"random": [1, 2.5], "extra": torch.ones(3)}).tolist()),
+            saved.getvalue(),
+        ],
+        "tensor_header": [saved.getvalue()],
+        "safetensors": [safetensors_file(_HEADER)],
     }[target]

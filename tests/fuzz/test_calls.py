@@ -6,6 +6,7 @@ Process groups and the optimizer argument of `restore_from_peers` are not fuzzed
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,9 +18,8 @@ import torch.distributed as dist
 from tests.fuzz.test_options import assert_helpful_error, attach_note, catch_error, failed_on_all_ranks, is_torch_error
 from tests.support import RankContext, ranks
 from tests.support.checkpoints import ADAMW, TrainingRun, dropin, train
-from tests.support.fuzzing import ODD, rounds
+from tests.support.fuzzing import ODD, rounds, time_limit
 from tests.support.oracles import assert_same
-from tests.support.tiers import sampled
 from zeroshard import (
     FlatShards,
     PeerCheckpoint,
@@ -41,23 +41,23 @@ def with_peer_checkpoint(model: torch.nn.Module, group: Any = None) -> ZeroRedun
 
 
 class Case:
-    """A running job and a directory with its checkpoint."""
+    """A training run and a directory with its checkpoints."""
 
-    def __init__(self, folder: Path, way: Any) -> None:
-        self.run, self.folder, self._saves = TrainingRun(way=way), folder, 0
+    def __init__(self, directory: Path, make_optimizer: Any) -> None:
+        self.run, self.directory, self._num_saves = TrainingRun(make_optimizer=make_optimizer), directory, 0
         self.optimizer: Any = self.run.optimizer
 
     def save(self, **changed: Any) -> object:
-        self._saves += 1
-        path = changed.pop("path", self.folder / f"save{self._saves}")
+        self._num_saves += 1
+        path = changed.pop("path", self.directory / f"save{self._num_saves}")
         return checkpoint.save(path, **{"step": 2, **self.run.parts(), **changed})
 
     def load(self, **changed: Any) -> object:
-        return checkpoint.load(changed.pop("path", self.folder / "good"), **{**self.run.parts(), **changed})
+        return checkpoint.load(changed.pop("path", self.directory / "good"), **{**self.run.parts(), **changed})
 
     def measure(self, **changed: Any) -> object:
-        given = {"model": self.run.model, "optimizer_class": torch.optim.SGD, **changed}
-        return profile_step_cost(given.pop("model"), given.pop("optimizer_class"), **given)
+        arguments = {"model": self.run.model, "optimizer_class": torch.optim.SGD, **changed}
+        return profile_step_cost(arguments.pop("model"), arguments.pop("optimizer_class"), **arguments)
 
 
 Call = Callable[[Case, Any], object]
@@ -80,21 +80,21 @@ VALID_ARGUMENTS: dict[str, Any] = {
     "selector": None,
     "lr": 0.1,
 }
-"""Arguments that the other ranks pass; the rest come from the running job."""
+"""Arguments that the other ranks pass; the rest come from the training run."""
 CALLS: dict[str, Call] = {
-    "clip_grad_norm_ max_norm": lambda it, value: it.optimizer.clip_grad_norm_(value),
-    "clip_grad_norm_ norm_type": lambda it, value: it.optimizer.clip_grad_norm_(1.0, value),
-    "clip_grad_norm_ error_if_nonfinite": lambda it, value: it.optimizer.clip_grad_norm_(1.0, 2.0, value),
-    "clip_grad_value_ clip_value": lambda it, value: it.optimizer.clip_grad_value_(value),
-    "step closure": lambda it, value: it.optimizer.step(value),
-    "full_state_dict to": lambda it, value: it.optimizer.full_state_dict(value),
-    "consolidate_state_dict to": lambda it, value: it.optimizer.consolidate_state_dict(value),
-    "restore copies": lambda it, value: restore_from_peers(it.optimizer, value),
+    "clip_grad_norm_ max_norm": lambda case, value: case.optimizer.clip_grad_norm_(value),
+    "clip_grad_norm_ norm_type": lambda case, value: case.optimizer.clip_grad_norm_(1.0, value),
+    "clip_grad_norm_ error_if_nonfinite": lambda case, value: case.optimizer.clip_grad_norm_(1.0, 2.0, value),
+    "clip_grad_value_ clip_value": lambda case, value: case.optimizer.clip_grad_value_(value),
+    "step closure": lambda case, value: case.optimizer.step(value),
+    "full_state_dict to": lambda case, value: case.optimizer.full_state_dict(value),
+    "consolidate_state_dict to": lambda case, value: case.optimizer.consolidate_state_dict(value),
+    "restore snapshots": lambda case, value: restore_from_peers(case.optimizer, value),
     "broadcast_object obj": lambda _, value: broadcast_object(value, 0),
     "broadcast_object src_rank": lambda _, value: broadcast_object([1], value),
     "broadcast_object device": lambda _, value: broadcast_object(torch.ones(2), 0, device=value),
     **{
-        f"{call} {name}": lambda it, value, call=call, name=name: getattr(it, call)(**{name: value})  # type: ignore[misc]
+        f"{call} {name}": lambda case, value, call=call, name=name: getattr(case, call)(**{name: value})  # type: ignore[misc]
         for call, names in {
             "save": ("path", "step", "model", "optimizer", "scheduler", "extra", "keep", "progress"),
             "load": ("path", "model", "optimizer", "scheduler", "strict", "progress"),
@@ -106,46 +106,50 @@ CALLS: dict[str, Call] = {
 
 
 def get_valid_argument(case: Case, call: str, name: str) -> Any:
-    parts = {
-        "path": case.folder / ("good" if call == "load" else "other"),
-        "copies": getattr(case.optimizer, "peer_snapshots", None),
+    run_arguments = {
+        "path": case.directory / ("good" if call == "load" else "other"),
+        "snapshots": getattr(case.optimizer, "peer_snapshots", None),
         **case.run.parts(),
     }
-    return parts[name] if name in parts else VALID_ARGUMENTS[name]
+    return run_arguments[name] if name in run_arguments else VALID_ARGUMENTS[name]
 
 
-def call_on_rank(case: Case, call: str, odd: Any, rank: int) -> Exception | None:
-    """Make the call with `odd` on `rank` and with gradients present, as in a script."""
-    mine = odd if dist.get_rank() == rank else get_valid_argument(case, *call.split())
+def call_with_odd_argument(case: Case, call: str, odd_argument: Any, odd_rank: int) -> Exception | None:
+    """Call on all ranks, with the odd argument on `odd_rank` only. Gradients are present, as in a script."""
+    argument = odd_argument if dist.get_rank() == odd_rank else get_valid_argument(case, *call.split())
     case.run.model.eval()  # in train mode the model would count this pass
     torch.autograd.backward(case.run.model(torch.ones(4, 5)).square().mean())
     case.run.model.train()
-    failure = catch_error(lambda: CALLS[call](case, mine))
+    failure = catch_error(lambda: CALLS[call](case, argument))
     case.optimizer.zero_grad()
     return failure
 
 
-@sampled("way", [with_peer_checkpoint, dropin])
-@pytest.mark.parametrize("call", CALLS)
-@ranks(2, 3, timeout=40)
-def test_odd_argument_on_one_rank(ctx: RankContext, tmp_path: Path, call: str, way: Any) -> None:
-    if way is dropin and not call.startswith(("full", "consolidate", "save", "load")):
-        pytest.skip("not of this optimizer, which clips on each rank alone, as torch does, and agrees after its update")
-    case = Case(tmp_path, way)
+DROPIN_CALLS = [call for call in CALLS if call.startswith(("full", "consolidate", "save", "load"))]
+"""The drop-in lacks the others, clips locally as torch does, or compares ranks after its update."""
+
+
+@pytest.mark.sampled("make_optimizer")
+@pytest.mark.parametrize(
+    ("call", "make_optimizer"), [*product(CALLS, [with_peer_checkpoint]), *product(DROPIN_CALLS, [dropin])]
+)
+@ranks(2, 3, timeout=time_limit(40))
+def test_odd_argument_on_one_rank(ctx: RankContext, tmp_path: Path, call: str, make_optimizer: Any) -> None:
+    case = Case(tmp_path, make_optimizer)
     case.save(path=tmp_path / "good")
     for number in sample_indices(ODD, call):
         rank = number % ctx.world_size
         try:
-            failure = call_on_rank(case, call, ODD[number](), rank)
+            failure = call_with_odd_argument(case, call, ODD[number](), rank)
             if failed_on_all_ranks(failure):
                 if not is_torch_error(failure) and not isinstance(failure, OverflowError):
                     assert_helpful_error(failure)
             elif call.startswith(("step", "load", "restore")):
-                case = Case(tmp_path, way)
+                case = Case(tmp_path, make_optimizer)
         except BaseException as error:
             attach_note(error, f"{call} with {ODD[number]()!r:.100} on rank {rank}")
             raise
-    assert_training_continues(case, Case(tmp_path, way))
+    assert_training_continues(case, Case(tmp_path, make_optimizer))
 
 
 def sample_indices(values: list[Any], call: str) -> list[int]:
@@ -154,6 +158,6 @@ def sample_indices(values: list[Any], call: str) -> list[int]:
 
 
 def assert_training_continues(case: Case, untouched: Case) -> None:
-    for it in (case, untouched):
-        train(it.run.model, it.optimizer, 1, first=2)
-    assert_same(case.run.look(), untouched.run.look(), "one that nobody has touched")
+    for each in (case, untouched):
+        train(each.run.model, each.optimizer, 1, first=2)
+    assert_same(case.run.capture(), untouched.run.capture(), "an untouched run")

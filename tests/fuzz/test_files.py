@@ -1,4 +1,4 @@
-"""Arbitrary bytes given to every file reader: it raises one of our errors or returns a value, without side effects."""
+"""Every file reader, given arbitrary bytes, raises one of our errors or returns a value, without side effects."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.fuzz import targets
 from tests.support.checkpoints import net, plain, train
-from tests.support.fuzzing import mutated, rounds, spoil_directory, spoiled
-from tests.support.monitoring import watched
+from tests.support.fuzzing import corrupt_bytes, corrupt_directory, mutate, rounds
+from tests.support.monitoring import forbid_side_effects
 from tests.support.tools import status_of
 from zeroshard import checkpoint
 from zeroshard.cli.app import TargetFormat
@@ -37,9 +37,9 @@ def test_corrupted_bytes(target: str) -> None:
 
     @limit_examples(60)
     @given(SEEDS, st.sampled_from(range(len(seeds))))
-    def check_target(seed: int, place: int) -> None:
-        with watched(*targets.FOLDERS):
-            targets.TARGETS[target](spoiled(seeds[place], Random(seed)))
+    def check_target(seed: int, index: int) -> None:
+        with forbid_side_effects(*targets.DIRECTORIES):
+            targets.TARGETS[target](corrupt_bytes(seeds[index], Random(seed)))
 
     check_target()
 
@@ -49,7 +49,7 @@ def test_arbitrary_bytes(target: str) -> None:
     @limit_examples(40)
     @given(st.binary(max_size=200))
     def check_target(data: bytes) -> None:
-        with watched(*targets.FOLDERS):
+        with forbid_side_effects(*targets.DIRECTORIES):
             targets.TARGETS[target](data)
 
     check_target()
@@ -57,7 +57,7 @@ def test_arbitrary_bytes(target: str) -> None:
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
-    lambda it: st.lists(it) | st.dictionaries(st.text(), it),
+    lambda values: st.lists(values) | st.dictionaries(st.text(), values),
 )
 
 
@@ -75,16 +75,16 @@ def test_manifest_with_arbitrary_values(value: Any, seed: int) -> None:
     st.sampled_from(["", "dtype", "shape", "data_offsets"]),
     JSON_VALUES,
 )
-def test_safetensors_header_with_arbitrary_values(place: str, key: str, value: Any) -> None:
-    with watched(*targets.FOLDERS):
-        targets.headers(targets.spoiled_header(place, key, value))
+def test_safetensors_header_with_arbitrary_values(name: str, key: str, value: Any) -> None:
+    with forbid_side_effects(*targets.DIRECTORIES):
+        targets.safetensors(targets.corrupted_header(name, key, value))
 
 
 @limit_examples(60)
 @given(st.lists(st.integers(-(2**70), 2**70), max_size=80), st.lists(st.integers(-1, 2**70), min_size=2, max_size=2))
 def test_safetensors_header_with_arbitrary_numbers(shape: list[int], span: list[int]) -> None:
-    targets.headers(targets.spoiled_header("a", "shape", shape))
-    targets.headers(targets.safetensors_of({"a": {"dtype": "U8", "shape": shape, "data_offsets": span}}))
+    targets.safetensors(targets.corrupted_header("a", "shape", shape))
+    targets.safetensors(targets.safetensors_file({"a": {"dtype": "U8", "shape": shape, "data_offsets": span}}))
 
 
 # ---- the command line
@@ -104,10 +104,10 @@ def make_contents() -> dict[str, Any]:
     return saved
 
 
-def check_command(capfd: pytest.CaptureFixture[str], folder: Path, *arguments: Path | str) -> bool:
+def check_command(capfd: pytest.CaptureFixture[str], directory: Path, *arguments: Path | str) -> bool:
     """Return whether the command succeeded. A failing command must print an error and leave nothing behind."""
-    before = {it.name for it in folder.iterdir()}
-    with watched(folder):
+    before = {path.name for path in directory.iterdir()}
+    with forbid_side_effects(directory):
         status = status_of(*arguments)
     out, err = capfd.readouterr()
     assert status in (0, 1), (status, err)
@@ -115,21 +115,21 @@ def check_command(capfd: pytest.CaptureFixture[str], folder: Path, *arguments: P
     assert "\x1b" not in out + err
     if status:
         assert "Error: " in err
-        assert {it.name for it in folder.iterdir()} == before
+        assert {path.name for path in directory.iterdir()} == before
     return not status
 
 
 def test_convert_corrupted_state_dicts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     good = make_contents()
     for seed in range(rounds(25)):
-        draw = Random(seed)
+        rng = Random(seed)
         try:
-            torch.save(mutated(good, draw), tmp_path / "it.pt")
+            torch.save(mutate(good, rng), tmp_path / "input.pt")
         except Exception:  # a dict that torch cannot save never comes from a file
             continue
-        to, target = draw.choice(list(TargetFormat)).value, tmp_path / f"target{seed}"
+        to, target = rng.choice(list(TargetFormat)).value, tmp_path / f"target{seed}"
         if (
-            check_command(capfd, tmp_path, "checkpoint", "convert", tmp_path / "it.pt", target, "--to", to)
+            check_command(capfd, tmp_path, "checkpoint", "convert", tmp_path / "input.pt", target, "--to", to)
             and to != TargetFormat.safetensors
         ):
             assert check_command(
@@ -141,44 +141,44 @@ def test_convert_corrupted_torch_files(tmp_path: Path, capfd: pytest.CaptureFixt
     torch.save(make_contents(), tmp_path / "good.pt")
     good = (tmp_path / "good.pt").read_bytes()
     for seed in range(rounds(25)):
-        (tmp_path / "it.pt").write_bytes(spoiled(good, Random(seed)))
+        (tmp_path / "input.pt").write_bytes(corrupt_bytes(good, Random(seed)))
         check_command(
-            capfd, tmp_path, "checkpoint", "convert", tmp_path / "it.pt", tmp_path / f"target{seed}", "--to", "torch"
+            capfd, tmp_path, "checkpoint", "convert", tmp_path / "input.pt", tmp_path / f"target{seed}", "--to", "torch"
         )
 
 
 def test_corrupted_checkpoint_directories(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = net()
     for seed in range(rounds(25)):
-        draw, directory = Random(seed), tmp_path / f"it{seed}"
-        if draw.random() < 0.5:
+        rng, directory = Random(seed), tmp_path / f"input{seed}"
+        if rng.random() < 0.5:
             dcp_save({"model": model.state_dict(), "note": "x"}, checkpoint_id=directory, no_dist=True)
         else:
             directory = checkpoint.save(directory, step=1, model=model)
-        spoil_directory(directory, draw)
-        command: list[Path | str] = ["checkpoint", draw.choice(("inspect", "convert")), directory]
+        corrupt_directory(directory, rng)
+        command: list[Path | str] = ["checkpoint", rng.choice(("inspect", "convert")), directory]
         if command[1] == "convert":
-            command += [tmp_path / f"target{seed}", "--to", draw.choice(list(TargetFormat)).value]
-        elif draw.random() < 0.5:
+            command += [tmp_path / f"target{seed}", "--to", rng.choice(list(TargetFormat)).value]
+        elif rng.random() < 0.5:
             command += ["--json"]
         check_command(capfd, tmp_path, *command)
 
 
-@pytest.mark.parametrize("path", ["", ".", "/", "/dev/zero", "/dev/null", "a" * 300, "a/" * 3000, "--", "it/../.."])
+@pytest.mark.parametrize("path", ["", ".", "/", "/dev/zero", "/dev/null", "a" * 300, "a/" * 3000, "--", "new/../.."])
 def test_unusual_paths(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    torch.save({"model": {"a": torch.ones(2)}}, tmp_path / "it.pt")
+    torch.save({"model": {"a": torch.ones(2)}}, tmp_path / "input.pt")
     for arguments in (
         ["checkpoint", "inspect", path],
         ["checkpoint", "convert", path, "x", "--to", "dcp"],
-        ["checkpoint", "convert", "it.pt", path, "--to", "dcp"],
+        ["checkpoint", "convert", "input.pt", path, "--to", "dcp"],
     ):
-        with watched(tmp_path):
+        with forbid_side_effects(tmp_path):
             assert status_of(*arguments) in (1, 2)
         assert "Traceback" not in capfd.readouterr().err
-        assert [it.name for it in tmp_path.iterdir()] == ["it.pt"]
+        assert [file.name for file in tmp_path.iterdir()] == ["input.pt"]
 
 
 def test_truncated_files(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_truncated_files(tmp_path: Path) -> None:
     good = io.BytesIO()
     torch.save({"a": torch.ones(3)}, good)
     for length in range(0, len(good.getvalue()), 7):
-        targets.codec(good.getvalue()[:length])
+        targets.serialization(good.getvalue()[:length])
 
 
 # ---- other commands
@@ -206,7 +206,7 @@ PLAN_OPTIONS = [
     "activations",
     "bandwidth",
     "latency",
-    "shard-within",
+    "shard-group-size",
     "bucket",
 ]
 PLAN_OPTIONS += ["reduce", "bandwidth-within", "frozen"]
@@ -216,8 +216,8 @@ MODEL_NAMES = st.sampled_from(["gpt2", "7B", "0", "-1B", "1e30", "x", "1.5", ""]
 @limit_examples(60)
 @given(MODEL_NAMES, st.dictionaries(st.sampled_from(PLAN_OPTIONS), ARGUMENTS, max_size=3))
 def test_plan_with_arbitrary_options(model: str, options: dict[str, str]) -> None:
-    arguments_given = [word for name, value in options.items() for word in (f"--{name}", value)]
-    check_exit_status("plan", model, *arguments_given, "--json")
+    arguments = [word for name, value in options.items() for word in (f"--{name}", value)]
+    check_exit_status("plan", model, *arguments, "--json")
 
 
 @limit_examples(40)
@@ -235,7 +235,7 @@ def test_other_commands_with_arbitrary_arguments(command: str, words: list[str])
 def check_exit_status(*arguments: str) -> None:
     """Check the exit status, and that a nonzero one comes with an error message."""
     stdout, stderr = io.StringIO(), io.StringIO()
-    with redirect_stdout(stdout), redirect_stderr(stderr), watched():
+    with redirect_stdout(stdout), redirect_stderr(stderr), forbid_side_effects():
         status = status_of(*arguments)
     assert status in (0, 1, 2), status
     assert "Traceback" not in stderr.getvalue()

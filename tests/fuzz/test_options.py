@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.support import RankContext, ranks
 from tests.support.checkpoints import TrainingRun, dropin, flat, net, train
-from tests.support.fuzzing import ODD, rounds
+from tests.support.fuzzing import ODD, rounds, time_limit
 from tests.support.oracles import assert_same
 from tests.support.tiers import sampled
 from zeroshard import (
@@ -36,13 +36,13 @@ from zeroshard import (
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-odd_values = st.sampled_from(range(len(ODD))).map(lambda place: ODD[place]())
+odd_values = st.sampled_from(range(len(ODD))).map(lambda index: ODD[index]())
 values = odd_values | st.integers() | st.floats() | st.text(max_size=5)
 
 
-def catch_error(make: Callable[[], Any]) -> Exception | None:
+def catch_error(call: Callable[[], Any]) -> Exception | None:
     try:
-        make()
+        call()
     except Exception as error:
         return error
     return None
@@ -55,8 +55,8 @@ def assert_helpful_error(failure: Exception | None) -> None:
         assert len(str(failure)) > 10, repr(failure)
 
 
-def check_call(make: Callable[[], Any]) -> None:
-    assert_helpful_error(catch_error(make))
+def check_call(call: Callable[[], Any]) -> None:
+    assert_helpful_error(catch_error(call))
 
 
 @given(values, st.sampled_from(list(ZeroConfig.__dataclass_fields__)))
@@ -81,10 +81,10 @@ def test_rule_arguments(one: Any, two: Any, three: Any) -> None:
     check_call(lambda: matrix_params([one, two]))
 
 
-def make_odd_params(draw: Random, params: Sequence[torch.Tensor]) -> Any:
+def make_odd_params(rng: Random, params: Sequence[torch.Tensor]) -> Any:
     """Return something odd in place of parameters or parameter groups."""
-    odd = draw.choice(ODD)()
-    return draw.choice(
+    odd = rng.choice(ODD)()
+    return rng.choice(
         (
             odd,
             [odd],
@@ -93,11 +93,11 @@ def make_odd_params(draw: Random, params: Sequence[torch.Tensor]) -> Any:
             [{"params": params}, odd],
             [{"params": odd}],
             [{"params": params, "lr": odd}],
-            [{"params": params, draw.choice(("param_names", "params", "x", 5)): odd}],
+            [{"params": params, rng.choice(("param_names", "params", "x", 5)): odd}],
             [("a", params[0]), (odd, params[1])],
             {"params": params},
             iter(params),
-            (it for it in [*params, odd]),
+            (param for param in [*params, odd]),
         )
     )
 
@@ -120,75 +120,75 @@ def attach_note(error: BaseException, example: str) -> None:
         error.add_note(example)
 
 
-@ranks(1, 2, timeout=100)
+@ranks(1, 2, timeout=time_limit(100))
 def test_odd_params(ctx: RankContext) -> None:
     for seed in range(rounds(30)):
-        draw = Random(seed)
-        odd, params = draw.choice((None, 0, ctx.world_size - 1)), list(net().parameters())
-        handed = make_odd_params(draw, params)
-        mine = handed if odd in (None, ctx.rank) else params
+        rng = Random(seed)
+        odd_rank, params = rng.choice((None, 0, ctx.world_size - 1)), list(net().parameters())
+        odd_params = make_odd_params(rng, params)
+        local_params = odd_params if odd_rank in (None, ctx.rank) else params
         try:
-            failure = catch_error(partial(ZeroRedundancyOptimizer, mine, torch.optim.AdamW))
+            failure = catch_error(partial(ZeroRedundancyOptimizer, local_params, torch.optim.AdamW))
             failed_on_all_ranks(failure)
             if not is_torch_error(failure):
                 assert_helpful_error(failure)
         except BaseException as error:
-            attach_note(error, f"example {seed}, on rank {odd}")
+            attach_note(error, f"example {seed}, on rank {odd_rank}")
             raise
 
 
-@ranks(1, 2, timeout=100)
-@sampled("way", [flat, dropin])
-def test_add_odd_param_group(ctx: RankContext, way: Any) -> None:
-    run = TrainingRun(way=way)
+@ranks(1, 2, timeout=time_limit(100))
+@sampled("make_optimizer", [flat, dropin])
+def test_add_odd_param_group(ctx: RankContext, make_optimizer: Any) -> None:
+    run = TrainingRun(make_optimizer=make_optimizer)
     for seed in range(rounds(30)):
-        draw = Random(seed)
-        odd = draw.choice((None, 0, ctx.world_size - 1))
-        new = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2, 2))]
-        handed = make_odd_params(draw, new)
-        group = draw.choice((handed, {"params": handed}, {"params": new, "lr": draw.choice(ODD)()}))
-        mine = group if odd in (None, ctx.rank) else {"params": new}
+        rng = Random(seed)
+        odd_rank = rng.choice((None, 0, ctx.world_size - 1))
+        params = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2, 2))]
+        odd_params = make_odd_params(rng, params)
+        odd_group = rng.choice((odd_params, {"params": odd_params}, {"params": params, "lr": rng.choice(ODD)()}))
+        group = odd_group if odd_rank in (None, ctx.rank) else {"params": params}
         try:
-            before = run.look()
-            failure = catch_error(partial(run.optimizer.add_param_group, mine))
+            before = run.capture()
+            failure = catch_error(partial(run.optimizer.add_param_group, group))
             if not failed_on_all_ranks(failure):
-                run = TrainingRun(way=way)
+                run = TrainingRun(make_optimizer=make_optimizer)
                 continue
             if not is_torch_error(failure):
                 assert_helpful_error(failure)
-            assert_same(run.look(), before, "what was running")
+            assert_same(run.capture(), before, "the run")
         except BaseException as error:
-            attach_note(error, f"example {seed}, on rank {odd}")
+            attach_note(error, f"example {seed}, on rank {odd_rank}")
             raise
     train(run.model, run.optimizer, 1)
 
 
-@ranks(2, timeout=100)
+@ranks(2, timeout=time_limit(100))
 def test_odd_sharding_arguments(ctx: RankContext) -> None:
     for seed in range(rounds(30)):
-        draw = Random(seed)
-        name, value, odd = (
-            draw.choice(("mesh", "shard_group_size", "params")),
-            draw.choice(ODD)(),
-            draw.choice((None, 0, 1)),
+        rng = Random(seed)
+        name, value, odd_rank = (
+            rng.choice(("mesh", "shard_group_size", "params")),
+            rng.choice(ODD)(),
+            rng.choice((None, 0, 1)),
         )
-        options = {name: value} if odd in (None, ctx.rank) else {}
+        options = {name: value} if odd_rank in (None, ctx.rank) else {}
         try:
             failure = catch_error(partial(shard, net(), torch.optim.AdamW, **options))
             failed_on_all_ranks(failure)
             assert_helpful_error(failure)
         except BaseException as error:
-            attach_note(error, f"example {seed}: {name}={value!r:.100} on rank {odd}")
+            attach_note(error, f"example {seed}: {name}={value!r:.100} on rank {odd_rank}")
             raise
 
 
-@ranks(1)
+@ranks(1, timeout=time_limit(60))
 def test_odd_rule_lists(ctx: RankContext) -> None:
     for seed in range(rounds(30)):
-        draw = Random(seed)
-        odd = draw.choice(ODD)()
+        rng = Random(seed)
+        odd = rng.choice(ODD)()
         good = [ParamRule(matrix_params(), torch.optim.SGD, lr=0.1), ParamRule(remaining_params, torch.optim.AdamW)]
-        own = ParamRule(lambda *_, it=odd: it, torch.optim.AdamW)
-        failure = catch_error(partial(shard, net(), draw.choice(([*good, odd], [odd], good[:1], good[1:] * 2, [own]))))
+        rule = ParamRule(lambda *_, value=odd: value, torch.optim.AdamW)
+        failure = catch_error(partial(shard, net(), rng.choice(([*good, odd], [odd], good[:1], good[1:] * 2, [rule]))))
         if not is_torch_error(failure):
             assert_helpful_error(failure)

@@ -1,4 +1,4 @@
-"""Shapes of what a Transformers configuration describes, beside the model that Transformers itself makes of it."""
+"""Shapes planned from a Transformers configuration, compared with the model that Transformers makes of it."""
 
 from __future__ import annotations
 
@@ -31,102 +31,112 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "BartForConditionalGeneration": ("BartConfig", {**ENCODER, **DECODER}),
     "ViTModel": ("ViTConfig", {**WIDTH, "image_size": 16, "patch_size": 4}),
 }
-WRITERS = ("GPT2LMHeadModel", "LlamaForCausalLM", "T5ForConditionalGeneration", "BartForConditionalGeneration")
-UNNAMED = (*WRITERS, "ViTModel")
+LANGUAGE_MODELS = (
+    "GPT2LMHeadModel",
+    "LlamaForCausalLM",
+    "T5ForConditionalGeneration",
+    "BartForConditionalGeneration",
+)
+DEFAULT_MODELS = (*LANGUAGE_MODELS, "ViTModel")
+"""Models that are planned if a configuration names no usable class."""
 
 
-def saved(folder: Path, name: str) -> Any:
-    """The model of that name, saved there and loaded, in the dtype that its configuration has."""
-    kind, sizes = MODELS[name]
-    config = getattr(transformers, kind)(vocab_size=32, **sizes)
+def save_model(directory: Path, name: str) -> Any:
+    """Save a model of this class and return it as it is loaded, in the dtype of its configuration."""
+    config_class, sizes = MODELS[name]
+    config = getattr(transformers, config_class)(vocab_size=32, **sizes)
     model = getattr(transformers, name)(config)
     if config.dtype:
         model.to(config.dtype)
-    model.save_pretrained(folder)
-    return getattr(transformers, name).from_pretrained(folder)
+    model.save_pretrained(directory)
+    return getattr(transformers, name).from_pretrained(directory)
 
 
-def change(folder: Path, **changes: Any) -> None:
-    """Of the configuration; `None` takes out what is there."""
-    path = folder / "config.json"
-    given = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({key: value for key, value in given.items() if value is not None}))
+def edit_config(directory: Path, **changes: Any) -> None:
+    """Change entries of the saved configuration; `None` removes an entry."""
+    path = directory / "config.json"
+    entries = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in entries.items() if value is not None}))
 
 
-def assert_planned(folder: Path, model: nn.Module) -> None:
-    found = load_model_shape(str(folder))
-    assert [(it.name, it.shape, it.dtype, it.trainable) for it in found.params] == [
-        (name, tuple(it.shape), it.dtype, it.requires_grad) for name, it in model.named_parameters()
+def assert_planned_shape_matches(directory: Path, model: nn.Module) -> None:
+    found = load_model_shape(str(directory))
+    assert [(param.name, param.shape, param.dtype, param.trainable) for param in found.params] == [
+        (name, tuple(param.shape), param.dtype, param.requires_grad) for name, param in model.named_parameters()
     ]
-    assert found == ModelShape.from_module(model, folder.name), "and the bytes of buffers"
+    assert found == ModelShape.from_module(model, directory.name), "buffers differ"
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_configuration_is_planned_as_the_class_that_it_names(tmp_path: Path, name: str) -> None:
-    assert_planned(tmp_path, saved(tmp_path, name))
+def test_config_is_planned_as_the_class_it_names(tmp_path: Path, name: str) -> None:
+    assert_planned_shape_matches(tmp_path, save_model(tmp_path, name))
 
 
-@pytest.mark.parametrize("named", [None, [], ["NoSuchModel"], ["Trainer"], ["BertForMaskedLM"], ["PreTrainedModel"]])
-@pytest.mark.parametrize("name", UNNAMED)
-def test_a_configuration_without_a_class_of_its_own(tmp_path: Path, name: str, named: list[str] | None) -> None:
-    """Is that of a model that writes text, with its encoder if it has one, or else of the bare model."""
-    model = saved(tmp_path, name)
-    change(tmp_path, architectures=named)
-    assert_planned(tmp_path, model)
+@pytest.mark.parametrize(
+    "architectures", [None, [], ["NoSuchModel"], ["Trainer"], ["BertForMaskedLM"], ["PreTrainedModel"]]
+)
+@pytest.mark.parametrize("name", DEFAULT_MODELS)
+def test_config_without_a_usable_class(tmp_path: Path, name: str, architectures: list[str] | None) -> None:
+    """It is planned as a generative model, with an encoder if the model has one, otherwise as the base model."""
+    model = save_model(tmp_path, name)
+    edit_config(tmp_path, architectures=architectures)
+    assert_planned_shape_matches(tmp_path, model)
 
 
 @pytest.mark.parametrize("kernel", ["flash_attention_2", "somebody/attention", "kernels-community/flash-attn"])
-def test_a_kernel_that_a_configuration_asks_for_is_not_fetched(tmp_path: Path, kernel: str) -> None:
-    model = saved(tmp_path, "LlamaForCausalLM")
-    change(tmp_path, attn_implementation=kernel)
-    assert_planned(tmp_path, model)
+def test_kernel_requested_by_a_config_is_not_fetched(tmp_path: Path, kernel: str) -> None:
+    model = save_model(tmp_path, "LlamaForCausalLM")
+    edit_config(tmp_path, attn_implementation=kernel)
+    assert_planned_shape_matches(tmp_path, model)
 
 
-# ---- code that comes with a model
+# ---- code that is saved with a model
 
 
 @pytest.fixture
-def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that is there as soon as code next to a configuration runs, or somebody is asked whether it may."""
-    sprung = tmp_path / "sprung"
+def code_marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that exists once code next to a configuration has run, or the user was asked whether it may run."""
+    marker = tmp_path / "marker"
 
-    def asked(*_: Any) -> str:
-        sprung.touch()
+    def answer_yes(*_: Any) -> str:
+        marker.touch()
         return "yes"
 
     (tmp_path / "modeling_trap.py").write_text(
         "from pathlib import Path\n"
         "from transformers import ViTConfig, ViTModel\n"
-        f"Path({str(sprung)!r}).touch()\n"
+        f"Path({str(marker)!r}).touch()\n"
         "class Config(ViTConfig):\n"
         "    model_type = 'trap'\n"
         "class Model(ViTModel):\n"
         "    config_class = Config\n"
     )
-    monkeypatch.setattr("builtins.input", asked)
+    monkeypatch.setattr("builtins.input", answer_yes)
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(tmp_path / "modules")
-    return sprung
+    return marker
 
 
-KINDS = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
-CODE = dict.fromkeys(KINDS, "modeling_trap.Model") | {"AutoConfig": "modeling_trap.Config"}
+AUTO_CLASSES = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
+AUTO_MAP = dict.fromkeys(AUTO_CLASSES, "modeling_trap.Model") | {"AutoConfig": "modeling_trap.Config"}
 
 
-@pytest.mark.parametrize("named", [None, ["Model"]])
-@pytest.mark.parametrize("name", UNNAMED)
-def test_code_beside_a_known_model_is_not_run(tmp_path: Path, trap: Path, name: str, named: Any) -> None:
-    model = saved(tmp_path, name)
-    change(tmp_path, architectures=named, auto_map=CODE)
-    assert_planned(tmp_path, model)
-    assert not trap.exists()
+@pytest.mark.parametrize("architectures", [None, ["Model"]])
+@pytest.mark.parametrize("name", DEFAULT_MODELS)
+def test_code_next_to_a_known_model_is_not_run(
+    tmp_path: Path, code_marker: Path, name: str, architectures: Any
+) -> None:
+    model = save_model(tmp_path, name)
+    edit_config(tmp_path, architectures=architectures, auto_map=AUTO_MAP)
+    assert_planned_shape_matches(tmp_path, model)
+    assert not code_marker.exists()
 
 
-def test_code_of_an_unknown_model_is_not_run(tmp_path: Path, trap: Path) -> None:
-    saved(tmp_path, "ViTModel")
-    change(tmp_path, model_type="trap", architectures=["Model"], auto_map=CODE)
-    with pytest.raises(ConfigError, match="describes no model that transformers can make"):
+def test_code_of_an_unknown_model_is_not_run(tmp_path: Path, code_marker: Path) -> None:
+    save_model(tmp_path, "ViTModel")
+    edit_config(tmp_path, model_type="trap", architectures=["Model"], auto_map=AUTO_MAP)
+    with pytest.raises(ConfigError, match="transformers cannot build the model"):
         load_model_shape(str(tmp_path))
-    assert not trap.exists()
+    assert not code_marker.exists()
     transformers.AutoConfig.from_pretrained(str(tmp_path), trust_remote_code=True)
-    assert trap.exists(), "where it is trusted, it does run"
+    assert code_marker.exists(), "trusted code must run, or this test cannot fail"

@@ -12,33 +12,33 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 from tests.support import RankContext
 
-VOCABULARY, LENGTH, ROWS, BATCH = 32, 8, 96, 12
+VOCAB_SIZE, LENGTH, NUM_SAMPLES, BATCH_SIZE = 32, 8, 96, 12
 
 
-class Rows(Dataset[dict[str, torch.Tensor]]):
-    """Texts in which each token follows from the one before, of different lengths."""
+class TokenDataset(Dataset[dict[str, torch.Tensor]]):
+    """Token sequences of different lengths, in which each token determines the next."""
 
     def __len__(self) -> int:
-        return ROWS
+        return NUM_SAMPLES
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        tokens = (torch.arange(LENGTH) * (1 + number % 3) + number) % VOCABULARY
+        tokens = (torch.arange(LENGTH) * (1 + number % 3) + number) % VOCAB_SIZE
         labels = torch.where(torch.arange(LENGTH) < LENGTH - number % 4, tokens, -100)
         return {"input_ids": tokens, "labels": labels}
 
 
-def gpt(seed: int) -> GPT2LMHeadModel:
+def make_gpt(seed: int) -> GPT2LMHeadModel:
     torch.manual_seed(seed)
     sizes = {"n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    nothing = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes, **nothing))
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB_SIZE, **sizes, **no_dropout))
 
 
-def arguments(context: RankContext, folder: Path, **options: Any) -> TrainingArguments:
-    """The rows of a step are the same, whatever number of ranks they are spread over."""
-    accumulated = options.get("gradient_accumulation_steps", 1)
-    given: dict[str, Any] = {
-        "per_device_train_batch_size": BATCH // context.world_size // accumulated,
+def make_arguments(context: RankContext, directory: Path, **options: Any) -> TrainingArguments:
+    """Return arguments for a small run. The global batch of a step is the same at any world size."""
+    accumulation_steps = options.get("gradient_accumulation_steps", 1)
+    defaults: dict[str, Any] = {
+        "per_device_train_batch_size": BATCH_SIZE // context.world_size // accumulation_steps,
         "max_steps": 8,
         "learning_rate": 0.01,
         "lr_scheduler_type": "cosine",
@@ -54,11 +54,11 @@ def arguments(context: RankContext, folder: Path, **options: Any) -> TrainingArg
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
     }
-    return TrainingArguments(str(folder), **{**given, **options})
+    return TrainingArguments(str(directory), **{**defaults, **options})
 
 
 class Recorder(transformers.TrainerCallback):
-    """What is logged at each step."""
+    """Records the values that are logged at each step."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -69,10 +69,18 @@ class Recorder(transformers.TrainerCallback):
             self.steps.append({name: float(logs[name]) for name in names if name in logs})
 
 
-def trained(
-    kind: type[transformers.Trainer], args: TrainingArguments, model: Any, resume: Any = None, **options: Any
+def train_and_log(
+    cls: type[transformers.Trainer], args: TrainingArguments, model: Any, resume: Any = None, **options: Any
 ) -> list[dict[str, float]]:
+    """Train and return the logged values of each step."""
     recorder = Recorder()
-    trainer = kind(model=model, args=args, train_dataset=Rows(), eval_dataset=Rows(), callbacks=[recorder], **options)
+    trainer = cls(
+        model=model,
+        args=args,
+        train_dataset=TokenDataset(),
+        eval_dataset=TokenDataset(),
+        callbacks=[recorder],
+        **options,
+    )
     trainer.train(resume_from_checkpoint=resume)
     return recorder.steps

@@ -1,1 +1,1 @@
-"""Random training programs, each run under zeroshard and under DDP with the plain optimizer, and compared."""
+"""Random training programs. Each runs under zeroshard and under DDP with the plain optimizer; results are compared."""

@@ -1,6 +1,6 @@
-"""Blocks that models are made of. Each is a function of the hidden state and of the model's inputs.
+"""Blocks of models. Each is a function of the hidden state and of the model's inputs.
 
-Scripts contain the source of the classes that they use: keep each of them free of other names of this module.
+Scripts contain the source of the classes that they use: a class must not use other names of this module.
 """
 
 import torch
@@ -52,7 +52,7 @@ class Embedding(nn.Module):
 
 
 class Tied(nn.Module):
-    """`variant` 1: one parameter under two names. Else: used as it is and transposed."""
+    """`variant` 1: one parameter under two names. 0: one parameter, also used transposed."""
 
     def __init__(self, variant: int) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Shared(nn.Module):
 
 
 class Experts(nn.Module):
-    """The input chooses."""
+    """The input chooses the expert."""
 
     def __init__(self, variant: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Experts(nn.Module):
 
 
 class RankExperts(nn.Module):
-    """The rank chooses; `variant` 1: the last rank uses none, 2: rank 0 uses none."""
+    """The rank chooses the expert. `variant` 1: the last rank uses none. 2: rank 0 uses none."""
 
     def __init__(self, variant: int) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Unused(nn.Module):
 
 
 class LoRA(nn.Module):
-    """A frozen layer with a trained update of low rank."""
+    """A frozen layer with a trainable low-rank update."""
 
     def __init__(self, variant: int) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class Complex(nn.Module):
 
 
 class Mixed(nn.Module):
-    """A layer in another dtype: float64, bfloat16, or (`variant` 2) both."""
+    """Layers in other dtypes: float64, bfloat16, or (`variant` 2) both."""
 
     def __init__(self, variant: int) -> None:
         super().__init__()

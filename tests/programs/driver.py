@@ -1,7 +1,7 @@
 """Run random programs: `python -m tests.programs --count 5000 --seed 1 --ranks 2,3 --minutes 60`.
 
-Exits with 1 if a program failed, and prints each failing one as a script, made small. Appends what was run to a file of
-records, and writes docs/programs.md from all of them.
+Exits with 1 if a program failed, and prints each failing program as a script after shrinking it. Appends a record of
+the run to a file, and writes docs/programs.md from all records.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from random import Random
 from threading import Thread
 from typing import Any
 
+import torch
+
 from tests.programs import report
 from tests.programs.program import Program
 from tests.programs.runner import Verdict, run_program
@@ -31,13 +33,13 @@ from tests.support import RankPool
 
 ROOT = Path(__file__).parents[2]
 POOLS = 2
-MOST_FAILURES = 5
-"""Per pool: it stops after so many, each of which takes minutes to make small."""
+MAX_FAILURES = 5
+"""A pool stops after this number of failures: shrinking each takes minutes."""
 
 
 @dataclass
 class Tally:
-    """What a pool has run."""
+    """Counts of the programs that a pool has run, by verdict and by part."""
 
     ranks: int
     programs: int = 0
@@ -61,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     started = time.time()
     results: Queue[tuple[Any, ...]] = Queue()
-    with tempfile.TemporaryDirectory(prefix="zeroshard-programs-") as folder:
-        os.environ.update(TMPDIR=folder, OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR")
+    with tempfile.TemporaryDirectory(prefix="zeroshard-programs-") as directory:
+        os.environ.update(TMPDIR=directory, OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR")
         workers = [
             Thread(target=_run_pool, args=(number, options, results), daemon=True) for number in range(options.pools)
         ]
@@ -72,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record = {
         "started": int(started),
         "seed": options.seed,
+        "torch": torch.__version__,
         "seconds": round(time.time() - started),
         "failures": [failure["program"] for failure in failures],
         "tallies": [vars(tally) for tally in tallies],
@@ -80,49 +83,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report.append_record(options.records, record)
         if options.page:
             report.write_page(options.records, options.page)
-    done = sum(tally.programs for tally in tallies)
-    print(f"{done} of {options.count} programs in {record['seconds']} s, {len(failures)} failures")  # noqa: T201
+    num_programs = sum(tally.programs for tally in tallies)
+    print(f"{num_programs} of {options.count} programs in {record['seconds']} s, {len(failures)} failures")  # noqa: T201
     return 1 if failures else 0
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.programs", description=__doc__)
-    parser.add_argument("--count", type=int, default=5000, help="programs in all")
+    parser.add_argument("--count", type=int, default=5000, help="total number of programs")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ranks", default="2,3", help="world sizes")
     parser.add_argument(
         "--minutes",
         type=float,
         default=60.0,
-        help="start no program after so many; shrinking a failing one may take longer",
+        help="start no program after this time; shrinking a failing program may take longer",
     )
     parser.add_argument("--pools", type=int, default=POOLS, help="pools of worker processes, side by side")
-    parser.add_argument("--records", type=Path, help="append what was run to this file")
+    parser.add_argument("--records", type=Path, help="append a record of this run to this file")
     parser.add_argument("--page", type=Path, help="write this page from all records")
-    parser.add_argument("--failures", type=Path, default=ROOT / ".programs", help="folder for failing scripts")
+    parser.add_argument("--failures", type=Path, default=ROOT / ".programs", help="directory for failing scripts")
     parser.add_argument("--no-shrink", action="store_true")
     options = parser.parse_args(arguments)
     options.ranks = [int(size) for size in options.ranks.split(",")]
     return options
 
 
-# ---- A pool, driven by a thread of its own
+# ---- Worker pools, each driven by a thread
 
 
 def _run_pool(number: int, options: argparse.Namespace, results: Queue[tuple[Any, ...]]) -> None:
-    """Every `options.pools`-th program. Sends a tally for each world size, and failures as they come."""
+    """Run every `options.pools`-th program. Send failures when they occur, and a tally per world size at the end."""
     tallies = {ranks: Tally(ranks) for ranks in options.ranks}
     deadline, failures = time.monotonic() + 60 * options.minutes, 0
     with closing(RankPool()) as pool:
         for index in range(number, options.count, options.pools):
-            if time.monotonic() > deadline or failures >= MOST_FAILURES:
+            if time.monotonic() > deadline or failures >= MAX_FAILURES:
                 break
             ranks = options.ranks[(index // options.pools) % len(options.ranks)]
             draws = Draws(random=Random(f"{options.seed} {index}"))
-            program, begun = draw_program(draws, ranks), time.monotonic()
+            program, started = draw_program(draws, ranks), time.monotonic()
             verdict = run_program(pool, program)
             tallies[ranks].add(program, verdict)
-            tallies[ranks].seconds += time.monotonic() - begun
+            tallies[ranks].seconds += time.monotonic() - started
             results.put(("progress", index, verdict.kind))
             if verdict.is_failure:
                 failures += 1
@@ -130,7 +133,12 @@ def _run_pool(number: int, options: argparse.Namespace, results: Queue[tuple[Any
                     (
                         "failure",
                         _make_failure(
-                            pool, index, draws.made, program=program, verdict=verdict, shrinks=not options.no_shrink
+                            pool,
+                            index,
+                            draws.made,
+                            program=program,
+                            verdict=verdict,
+                            should_shrink=not options.no_shrink,
                         ),
                     )
                 )
@@ -140,23 +148,23 @@ def _run_pool(number: int, options: argparse.Namespace, results: Queue[tuple[Any
 
 
 def _make_failure(
-    pool: RankPool, index: int, choices: list[int], *, program: Program, verdict: Verdict, shrinks: bool
+    pool: RankPool, index: int, choices: list[int], *, program: Program, verdict: Verdict, should_shrink: bool
 ) -> dict[str, Any]:
-    last = verdict
+    last_verdict = verdict
 
     def fails(candidate: Program) -> bool:
-        nonlocal last
+        nonlocal last_verdict
         found = run_program(pool, candidate)
         if found.kind == verdict.kind:
-            last = found
+            last_verdict = found
         return found.kind == verdict.kind
 
-    if shrinks and fails(program):
+    if should_shrink and fails(program):
         program = shrink(choices, program.ranks, fails)
-    return {"index": index, "kind": verdict.kind, "detail": last.detail, "program": program.to_json()}
+    return {"index": index, "kind": verdict.kind, "detail": last_verdict.detail, "program": program.to_json()}
 
 
-# ---- The process that the user has started
+# ---- The main thread
 
 
 def _collect(
@@ -164,8 +172,8 @@ def _collect(
 ) -> tuple[list[Tally], list[dict[str, Any]]]:
     tallies: list[Tally] = []
     failures: list[dict[str, Any]] = []
-    ended, done, shown = 0, 0, time.monotonic()
-    while ended < len(workers):
+    num_ended, num_programs, last_printed = 0, 0, time.monotonic()
+    while num_ended < len(workers):
         try:
             kind, *rest = results.get(timeout=5.0)
         except Empty:
@@ -173,17 +181,17 @@ def _collect(
                 raise RuntimeError("a thread that runs a pool has died") from None
             continue
         if kind == "progress":
-            done += 1
-            if time.monotonic() - shown > 30:
-                shown = time.monotonic()
-                print(f"{done} of {options.count} programs, {len(failures)} failures", flush=True)  # noqa: T201
+            num_programs += 1
+            if time.monotonic() - last_printed > 30:
+                last_printed = time.monotonic()
+                print(f"{num_programs} of {options.count} programs, {len(failures)} failures", flush=True)  # noqa: T201
         elif kind == "failure":
             failures.append(rest[0])
             _print_failure(rest[0], options)
         elif kind == "tally":
             tallies.append(rest[0])
         else:
-            ended += 1
+            num_ended += 1
     for worker in workers:
         worker.join()
     return tallies, failures
@@ -201,6 +209,6 @@ def _print_failure(failure: dict[str, Any], options: argparse.Namespace) -> None
 
 
 def _shorten(detail: str) -> str:
-    """Return what one rank reports; the rest is in the folder of failures."""
+    """Return the report of one rank; the others are in the directory of failures."""
     head, *ranks = detail.split("\n[rank ")
     return "\n[rank ".join([head, *ranks[:1]])[:4000]

@@ -1,7 +1,7 @@
-"""What every program uses: data, the averaging oracle, one operation of the loop per function, the comparison.
+"""Helpers of all programs: data, the averaging oracle, a function per operation of the loop, and the comparison.
 
 Scripts contain the source of the functions and classes that they use, so names must be those of `HEADER`'s imports or
-of this module. `run.sharded` says which side it is: zeroshard, or DDP with the plain optimizer.
+of this module. `run.sharded` tells the sides apart: zeroshard, or DDP with the plain optimizer.
 """
 
 import contextlib
@@ -53,29 +53,32 @@ from zeroshard import checkpoint
 """
 
 
-# ---- Data, and the average that is expected
+# ---- Data, and the expected average
 
 
 def make_batch(number: int, size: int) -> Tensor:
-    """Inputs that differ from pass to pass and from rank to rank."""
+    """Return inputs that differ between passes and between ranks."""
     generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
     return torch.randn(size, 8, generator=generator)
 
 
-def average(parts: list[Tensor], within: int, wire: torch.dtype | None) -> Tensor:
-    """Of gradients of all ranks: rounded to `wire`, added in rank order, in rows of `within` ranks, then these sums."""
-    is_rounded = wire is not None and len(parts) > 1 and parts[0].dtype.itemsize > wire.itemsize
-    rounded = [part.to(wire) for part in parts] if is_rounded else parts
-    precise = torch.float32 if rounded[0].dtype in (torch.bfloat16, torch.float16) else parts[0].dtype
-    scaled = [part.to(precise) * (1 / len(parts)) for part in rounded]
-    rows = [sum(scaled[start + 1 : start + within], scaled[start]) for start in range(0, len(parts), within)]
-    return sum(rows[1:], rows[0])
+def average(grads: list[Tensor], shard_group_size: int, reduce_dtype: torch.dtype | None) -> Tensor:
+    """Average the gradients of all ranks: round to `reduce_dtype`, sum shard groups in rank order, then the groups."""
+    is_rounded = reduce_dtype is not None and len(grads) > 1 and grads[0].dtype.itemsize > reduce_dtype.itemsize
+    rounded = [grad.to(reduce_dtype) for grad in grads] if is_rounded else grads
+    sum_dtype = torch.float32 if rounded[0].dtype in (torch.bfloat16, torch.float16) else grads[0].dtype
+    scaled = [grad.to(sum_dtype) * (1 / len(grads)) for grad in rounded]
+    group_sums = [
+        sum(scaled[start + 1 : start + shard_group_size], scaled[start])
+        for start in range(0, len(grads), shard_group_size)
+    ]
+    return sum(group_sums[1:], group_sums[0])
 
 
-def gather(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, tensor, group=group)
-    return parts
+def all_gather(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, tensor, group=group)
+    return gathered
 
 
 def broadcast_params(model: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -86,21 +89,21 @@ def broadcast_params(model: nn.Module, group: dist.ProcessGroup | None) -> None:
 
 
 def averaging_hook(
-    group: dist.ProcessGroup | None, within: int = 0, wire: torch.dtype | None = None
+    group: dist.ProcessGroup | None, shard_group_size: int = 0, reduce_dtype: torch.dtype | None = None
 ) -> Callable[[Any, Any], Future[Tensor]]:
-    """A communication hook for DDP that adds in rank order: there is one right result on any number of ranks."""
+    """Return a DDP communication hook that sums in rank order, so results are deterministic at any world size."""
 
     def hook(_, bucket):  # type: ignore[no-untyped-def]
-        done: Future[Tensor] = Future()
+        future: Future[Tensor] = Future()
         buffer = bucket.buffer()
-        parts = gather(buffer, group)
-        done.set_result(buffer.copy_(average(parts, within or len(parts), wire)))
-        return done
+        grads = all_gather(buffer, group)
+        future.set_result(buffer.copy_(average(grads, shard_group_size or len(grads), reduce_dtype)))
+        return future
 
     return hook
 
 
-# ---- One side: the model, what runs it, its optimizers
+# ---- One side: the model and its optimizers
 
 
 class Run:
@@ -114,30 +117,30 @@ class Run:
         self.no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         self.scaler: Any = None
         self.wrap: Callable[[dist.ProcessGroup | None], None] = lambda _: None
-        """Put DDP around the model, again where other parameters train or other ranks take part."""
+        """Wrap the model in a new DDP, as DDP requires if the trainable parameters or the ranks change."""
         self.frozen: set[str] = set()
         self.added: list[str] = []
         self.is_member = True
         self.keeps_buffers = True
-        """DDP is on both sides: buffers of each rank must be equal at any time."""
+        """DDP is on both sides: each rank's buffers must be equal on both sides at any time."""
         self.passes = self.synced_passes = 0
         self.log: list[tuple[str, Any]] = []
 
     def params(self) -> list[Tensor]:
-        """Those whose gradients are clipped."""
+        """Return the parameters whose gradients are clipped."""
         groups = [
             group for optimizer in self.optimizers for group in getattr(optimizer, "clipped", optimizer.param_groups)
         ]
         return [param for group in groups for param in group["params"]]
 
-    def note(self, label: str, value: Any) -> None:
+    def record(self, label: str, value: Any) -> None:
         self.log.append((f"{label} after pass {self.passes}", copy.deepcopy(value)))
 
 
 class MasterOptimizer:
     """The oracle of master weights: a plain optimizer updates float32 copies, which are rounded into the parameters.
 
-    `average`: gradients are averaged here, before they are rounded; else DDP has averaged them.
+    `average` averages gradients here, before they are rounded. If it is None, DDP averages them.
     """
 
     def __init__(
@@ -145,15 +148,15 @@ class MasterOptimizer:
     ) -> None:
         self.run, self.average, self.has_grads = run, average, False
         self.pairs: list[tuple[Tensor, Tensor]] = []
-        wide: list[dict[str, Any]] = []
+        master_groups: list[dict[str, Any]] = []
         for group in groups:
             named = []
             for name, param in group["params"]:
-                precise = torch.float32 if param.dtype in (torch.bfloat16, torch.float16) else param.dtype
-                named.append((name, nn.Parameter(param.detach().to(precise), requires_grad=False)))
+                dtype = torch.float32 if param.dtype in (torch.bfloat16, torch.float16) else param.dtype
+                named.append((name, nn.Parameter(param.detach().to(dtype), requires_grad=False)))
                 self.pairs.append((param, named[-1][1]))
-            wide.append({**group, "params": named})
-        self.inner = make(wide)
+            master_groups.append({**group, "params": named})
+        self.inner = make(master_groups)
         if average is None:
             self.clipped = [{"params": [param for param, _ in self.pairs]}]
 
@@ -162,8 +165,8 @@ class MasterOptimizer:
         groups: list[dict[str, Any]] = self.inner.param_groups
         return groups
 
-    def collect(self) -> None:
-        """Gradients of the parameters become those of the copies."""
+    def collect_grads(self) -> None:
+        """Set the gradients of the master weights to those of the parameters."""
         if self.has_grads:
             return
         self.has_grads = True
@@ -179,7 +182,7 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        self.collect()
+        self.collect_grads()
         self.inner.step()
         for param, master in self.pairs:
             if master.grad is not None:
@@ -191,23 +194,23 @@ class MasterOptimizer:
         for param, _ in self.pairs:
             param.grad = None
 
-    def load_state_dict(self, whole: dict[str, Any]) -> None:
-        states = {number: dict(state) for number, state in whole["state"].items()}
-        for number, (_, master) in enumerate(self.pairs):
-            master.data.copy_(states.get(number, {}).pop("master_weights", master))
-        self.inner.load_state_dict({**whole, "state": {number: state for number, state in states.items() if state}})
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        states = {index: dict(state) for index, state in state_dict["state"].items()}
+        for index, (_, master) in enumerate(self.pairs):
+            master.data.copy_(states.get(index, {}).pop("master_weights", master))
+        self.inner.load_state_dict({**state_dict, "state": {index: state for index, state in states.items() if state}})
 
     def state_dict(self) -> dict[str, Any]:
-        whole: dict[str, Any] = copy.deepcopy(self.inner.state_dict())
-        for number, (param, master) in enumerate(self.pairs):
+        state_dict: dict[str, Any] = copy.deepcopy(self.inner.state_dict())
+        for index, (param, master) in enumerate(self.pairs):
             if param.dtype != master.dtype:
-                whole["state"].setdefault(number, {})["master_weights"] = master.detach()
-        return whole
+                state_dict["state"].setdefault(index, {})["master_weights"] = master.detach()
+        return state_dict
 
 
 @contextlib.contextmanager
-def host_memory_stands_for_a_gpu() -> Iterator[None]:
-    """Without a GPU: all moves of offloaded state are made, within host memory."""
+def offload_without_gpu() -> Iterator[None]:
+    """Treat the CPU as an offload device: all copies of offloaded state are made, but within host memory."""
     from zeroshard import build
     from zeroshard.engine import offload
 
@@ -227,44 +230,44 @@ def compute_loss(run: Run, size: int) -> Tensor:
     inputs = make_batch(run.passes, size)
     dtype = next(run.model.parameters()).dtype
     loss: Tensor = (run.net(inputs.to(dtype)).float() - inputs.flip(0)).square().mean()
-    run.note("loss", loss.detach())
+    run.record("loss", loss.detach())
     return loss
 
 
 def backward(run: Run, size: int, local: tuple[int, ...] = (0,), synced: bool = True, nonfinite_rank: int = -1) -> None:
-    """`local` passes inside no_sync(), by rank, then one outside."""
+    """Run this rank's `local` passes inside no_sync(), then one outside unless `synced` is False."""
     rank, passes = dist.get_rank(), run.passes
     for _ in range(local[rank % len(local)]):
         with run.no_sync():
-            torch.autograd.backward(scaled(run, compute_loss(run, size)))
+            torch.autograd.backward(scale_loss(run, compute_loss(run, size)))
     run.passes = passes + max(local)
     if synced:
         loss = compute_loss(run, size)
-        torch.autograd.backward(scaled(run, loss * math.inf if rank == nonfinite_rank else loss))
+        torch.autograd.backward(scale_loss(run, loss * math.inf if rank == nonfinite_rank else loss))
 
 
-def scaled(run: Run, loss: Tensor) -> Tensor:
+def scale_loss(run: Run, loss: Tensor) -> Tensor:
     return run.scaler.scale(loss) if run.scaler is not None else loss
 
 
-def average_by_hand(run: Run, within: int, wire: torch.dtype | None) -> None:
-    """All passes were inside no_sync(): step() of `shard` sends the sum. DDP leaves that to its user."""
+def average_manually(run: Run, shard_group_size: int, reduce_dtype: torch.dtype | None) -> None:
+    """Average after passes that were all inside no_sync(). With `shard`, step() does that; with DDP, the user must."""
     if run.sharded:
         return
     used = torch.tensor([float(param.grad is not None) for param in run.params()])
     dist.all_reduce(used, dist.ReduceOp.MAX)
     for param, is_used in zip(run.params(), used.tolist(), strict=True):
         if is_used:
-            parts = gather(torch.zeros_like(param) if param.grad is None else param.grad, None)
-            param.grad = torch.empty_like(param).copy_(average(parts, within or len(parts), wire))
+            grads = all_gather(torch.zeros_like(param) if param.grad is None else param.grad, None)
+            param.grad = torch.empty_like(param).copy_(average(grads, shard_group_size or len(grads), reduce_dtype))
 
 
 def clip(run: Run, kind: str, limit: float, by_torch: bool = False) -> None:
     for optimizer in run.optimizers:
         if run.scaler is not None:
             run.scaler.unscale_(optimizer)
-        if hasattr(optimizer, "collect") and optimizer.average is not None:
-            optimizer.collect()
+        if hasattr(optimizer, "collect_grads") and optimizer.average is not None:
+            optimizer.collect_grads()
     order = math.inf if kind == "inf" else 2.0
     if run.sharded and not by_torch:
         (optimizer,) = run.optimizers
@@ -273,7 +276,7 @@ def clip(run: Run, kind: str, limit: float, by_torch: bool = False) -> None:
         norm = torch.nn.utils.clip_grad_value_(run.params(), limit)
     else:
         norm = torch.nn.utils.clip_grad_norm_(run.params(), limit, order)
-    run.note("norm", norm)
+    run.record("norm", norm)
 
 
 def scale_grads(run: Run) -> None:
@@ -282,67 +285,70 @@ def scale_grads(run: Run) -> None:
             param.grad.mul_(0.5)
 
 
-def step(run: Run, size: int, closure: bool = False, skips_nonfinite: bool = False, look: bool = True) -> None:
+def step(run: Run, size: int, closure: bool = False, skip_nonfinite: bool = False, record: bool = True) -> None:
     def compute_grads() -> Tensor:
         zero_grad(run)
         loss = compute_loss(run, size)
         torch.autograd.backward(loss)
         return loss.detach()
 
-    if closure and (run.sharded or (len(run.optimizers) == 1 and not hasattr(run.optimizers[0], "collect"))):
-        run.note("loss of the step", run.optimizers[0].step(compute_grads))
+    if closure and (run.sharded or (len(run.optimizers) == 1 and not hasattr(run.optimizers[0], "collect_grads"))):
+        run.record("loss of the step", run.optimizers[0].step(compute_grads))
     else:
         if closure:
-            run.note("loss of the step", compute_grads())
+            run.record("loss of the step", compute_grads())
         for optimizer in run.optimizers:
-            if hasattr(optimizer, "collect"):
-                optimizer.collect()
+            if hasattr(optimizer, "collect_grads"):
+                optimizer.collect_grads()
         grads = [param.grad for param in run.params() if param.grad is not None] if not run.sharded else []
-        is_finite = not skips_nonfinite or run.scaler is not None or all(bool(grad.isfinite().all()) for grad in grads)
+        is_finite = not skip_nonfinite or run.scaler is not None or all(bool(grad.isfinite().all()) for grad in grads)
         for optimizer in run.optimizers if is_finite or run.sharded else ():
             run.scaler.step(optimizer) if run.scaler is not None else optimizer.step()
     if run.scaler is not None:
         run.scaler.update()
-        run.note("scale", run.scaler.get_scale())
+        run.record("scale", run.scaler.get_scale())
     for scheduler in run.schedulers:
         metric = (1.0,) if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else ()
         scheduler.step(*metric)
-    if look:
-        note_model(run)
+    if record:
+        record_model(run)
 
 
-def overlapped_step(run: Run, warmup: int, look: bool = True) -> None:
-    """The hook of the sharded side has made the step, but for the first passes."""
+def step_after_overlap(run: Run, warmup: int, record: bool = True) -> None:
+    """Step the plain side. The hook of the sharded side has stepped during backward, except in the warm-up passes."""
     run.synced_passes += 1
     if not run.sharded and run.synced_passes > warmup:
         run.optimizers[0].step()
     for scheduler in run.schedulers:
         metric = (1.0,) if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else ()
         scheduler.step(*metric)
-    if look:
-        note_model(run)
+    if record:
+        record_model(run)
 
 
-def note_model(run: Run, stepped: bool = True) -> None:
-    """Parameters and buffers. Buffers that forward has changed are each rank's own, but after a step of `shard`: that
-    brings rank 0's to all, as DDP does before the next pass."""
-    values = run.model.state_dict()  # waits for parameters that are still gathered
+def record_model(run: Run, stepped: bool = True) -> None:
+    """Record parameters and buffers.
+
+    Forward passes change each rank's buffers. A step of `shard` broadcasts those of rank 0, as DDP does before the next
+    pass.
+    """
+    values = run.model.state_dict()  # waits for parameters that are being gathered
     buffers = dict(run.model.named_buffers())
     for name, value in values.items():
         if name not in buffers or run.keeps_buffers:
-            run.note(name, value)
+            run.record(name, value)
         elif stepped:
-            copied = value.clone()
+            buffer = value.clone()
             if not run.sharded:
-                dist.broadcast(copied, 0, group=run.group)
-            run.note(name, copied)
+                dist.broadcast(buffer, 0, group=run.group)
+            run.record(name, buffer)
         elif dist.get_rank() == 0:
-            run.note(name, value)
+            run.record(name, value)
 
 
 def zero_grad(run: Run, by: str = "optimizer", to_none: bool = True) -> None:
     for optimizer in run.optimizers:
-        if by == "optimizer" or hasattr(optimizer, "collect"):
+        if by == "optimizer" or hasattr(optimizer, "collect_grads"):
             optimizer.zero_grad(set_to_none=to_none)
     if by == "model":
         run.model.zero_grad(set_to_none=to_none)
@@ -351,25 +357,25 @@ def zero_grad(run: Run, by: str = "optimizer", to_none: bool = True) -> None:
             param.grad = None
 
 
-def edit_state(run: Run, how: str) -> None:
-    """The same lines on both sides; a rank has state of what it owns."""
+def edit_state(run: Run, edit: str) -> None:
+    """Edit optimizer state in the same way on both sides. On the sharded side a rank has only its shard."""
     params = list(run.model.parameters())
     for optimizer in run.optimizers:
-        if how == "clear":
+        if edit == "clear":
             optimizer.state.clear()
-        elif how == "delete every other":
+        elif edit == "delete every other":
             for param in params[::2]:
                 if param in optimizer.state:
                     del optimizer.state[param]
-        elif how == "pop the first":
+        elif edit == "pop the first":
             optimizer.state.pop(params[0], None)
         else:
             for state in list(optimizer.state.values()):
                 for key, value in list(state.items()):
                     if isinstance(value, Tensor) and key not in ("step", "mu_product"):
-                        if how == "zero in place":
+                        if edit == "zero in place":
                             value.zero_()
-                        elif how == "halve in place":
+                        elif edit == "halve in place":
                             value.mul_(0.5)
                         else:
                             state[key] = torch.zeros_like(value)
@@ -388,9 +394,9 @@ def freeze(run: Run, name: str, frozen: bool) -> None:
 
 
 def add_group(run: Run, name: str) -> None:
-    """Parameters that were frozen, and in no group, train from now on."""
+    """Unfreeze the parameters of a block that was in no group, and add them as a group."""
     block = run.model.get_submodule(name).requires_grad_(True)
-    named = [(f"{name}.{rest}", param) for rest, param in block.named_parameters()]
+    named = [(f"{name}.{suffix}", param) for suffix, param in block.named_parameters()]
     run.optimizers[0].add_param_group({"params": named, "lr": 0.02})
     run.frozen.discard(name)
     run.added.append(name)
@@ -398,67 +404,67 @@ def add_group(run: Run, name: str) -> None:
 
 
 def evaluate(run: Run, rank: int, size: int) -> None:
-    """On one rank alone."""
+    """Run the model on one rank only."""
     if dist.get_rank() == rank:
         run.model.eval()
         with torch.no_grad():
             dtype = next(run.model.parameters()).dtype
-            run.note("evaluation", run.model(make_batch(500 + run.passes, size).to(dtype)))
+            run.record("evaluation", run.model(make_batch(500 + run.passes, size).to(dtype)))
         run.model.train()
 
 
-def read_state(run: Run) -> None:
-    """All optimizer state, on rank 0, by names of parameters; and all options."""
+def record_state(run: Run) -> None:
+    """Record all optimizer state by parameter name, and all options, on rank 0."""
     for optimizer in run.optimizers:
-        whole = optimizer.full_state_dict(to=0) if run.sharded else optimizer.state_dict()
+        state_dict = optimizer.full_state_dict(to=0) if run.sharded else optimizer.state_dict()
         if dist.get_rank() == 0:
-            for group in whole["param_groups"]:
-                hidden = ("params", "param_names", "optimizer")
-                run.note("options", {key: value for key, value in sorted(group.items()) if key not in hidden})
-                for number, name in zip(group["params"], group["param_names"], strict=True):
-                    run.note(f"state of {name}", dict(sorted(whole["state"].get(number, {}).items())))
+            for group in state_dict["param_groups"]:
+                excluded = ("params", "param_names", "optimizer")
+                run.record("options", {key: value for key, value in sorted(group.items()) if key not in excluded})
+                for index, name in zip(group["params"], group["param_names"], strict=True):
+                    run.record(f"state of {name}", dict(sorted(state_dict["state"].get(index, {}).items())))
 
 
 def train_unevenly(run: Run, counts: tuple[int, ...], size: int) -> None:
-    """Rank r has `counts[r]` inputs."""
+    """Train under `Join`. Rank r has `counts[r]` inputs."""
     zero_grad(run)
-    wrapped: list[Any] = [run.net] if isinstance(run.net, DistributedDataParallel) else []
+    ddp: list[Any] = [run.net] if isinstance(run.net, DistributedDataParallel) else []
     passes = run.passes
-    with Join([*wrapped, *run.optimizers] if run.sharded else wrapped):
+    with Join([*ddp, *run.optimizers] if run.sharded else ddp):
         for _ in range(counts[dist.get_rank()]):
             torch.autograd.backward(compute_loss(run, size))
             for optimizer in run.optimizers:
                 optimizer.step()
             zero_grad(run)
     run.passes = passes + max(counts)
-    if not run.sharded:  # a plain optimizer is up to date where it trained to the end
+    if not run.sharded:  # a plain optimizer is up to date only on ranks that trained to the end
         for optimizer in run.optimizers:
             state = [optimizer.state_dict()]
             dist.broadcast_object_list(state, counts.index(max(counts)))
             optimizer.load_state_dict(state[0])
-    run.wrap(run.group)  # buckets of a DDP that had no inputs are not those of the others
-    note_model(run)
+    run.wrap(run.group)  # a DDP without inputs has other buckets than those of the other ranks
+    record_model(run)
 
 
 def restart(
     build: Callable[..., Run],
     run: Run,
-    folder: str,
+    directory: str,
     via: str,
     group: dist.ProcessGroup | None = None,
 ) -> Run:
-    """Save, build everything again with other values, load; on all ranks, or on those of `group`.
+    """Restart the sharded side on all ranks or on those of `group`: save, rebuild with other values, load.
 
-    The other side goes on with what it has; ranks that come back take everything from rank 0.
+    The plain side continues with its objects; ranks that rejoin get all values from rank 0.
     """
     is_member = group is None or dist.get_rank() < dist.get_world_size(group)
     zero_grad(run)
     if not run.sharded:
-        everything = [[part.state_dict() for part in [run.model, *run.optimizers, *run.schedulers]]]
+        states = [[stateful.state_dict() for stateful in [run.model, *run.optimizers, *run.schedulers]]]
         if group is None and run.group is not None:
-            dist.broadcast_object_list(everything, 0)
-        for part, state in zip([run.model, *run.optimizers, *run.schedulers], everything[0], strict=True):
-            part.load_state_dict(state)  # also where nothing changes: loading casts state to the dtype of parameters
+            dist.broadcast_object_list(states, 0)
+        for stateful, state in zip([run.model, *run.optimizers, *run.schedulers], states[0], strict=True):
+            stateful.load_state_dict(state)  # even if nothing changes: loading casts state to the params' dtype
         run.group, run.is_member = group, is_member
         if is_member:
             run.wrap(group)
@@ -467,43 +473,43 @@ def restart(
     if run.is_member:
         (optimizer,) = run.optimizers
         if via == "checkpoint":
-            checkpoint.save(folder, step=run.passes, model=run.model, optimizer=optimizer, progress=False)
+            checkpoint.save(directory, step=run.passes, model=run.model, optimizer=optimizer, progress=False)
             saved = [[scheduler.state_dict() for scheduler in run.schedulers]]
         else:
             saved = [[run.model.state_dict(), optimizer.full_state_dict(to=0)]]
             saved[0] += [scheduler.state_dict() for scheduler in run.schedulers]
     dist.broadcast_object_list(saved, 0)
-    fresh = build(True, seed=77, group=group, old=run) if is_member else run
-    fresh.is_member, fresh.group = is_member, group
+    new_run = build(True, seed=77, group=group, old=run) if is_member else run
+    new_run.is_member, new_run.group = is_member, group
     if is_member:
         if via == "checkpoint":
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # other ranks have saved it
-                checkpoint.load(folder, model=fresh.model, optimizer=fresh.optimizers[0], progress=False)
+                warnings.simplefilter("ignore")  # the checkpoint was saved at another world size
+                checkpoint.load(directory, model=new_run.model, optimizer=new_run.optimizers[0], progress=False)
         else:
-            fresh.model.load_state_dict(saved[0].pop(0))
-            fresh.optimizers[0].load_state_dict(saved[0].pop(0))
-        for scheduler, state in zip(fresh.schedulers, saved[0], strict=True):
+            new_run.model.load_state_dict(saved[0].pop(0))
+            new_run.optimizers[0].load_state_dict(saved[0].pop(0))
+        for scheduler, state in zip(new_run.schedulers, saved[0], strict=True):
             scheduler.load_state_dict(state)
-    return fresh
+    return new_run
 
 
-def refuse(run: Run, what: str, call: Callable[[], object]) -> None:
-    """All ranks must raise."""
+def assert_rejected(run: Run, label: str, call: Callable[[], object]) -> None:
+    """Check that the call raises on all ranks."""
     if not run.sharded:
         return
     try:
         call()
-        raised = ""
+        error_name = ""
     except Exception as error:
-        raised = type(error).__name__
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, raised)
-    assert all(everywhere), f"REFUSAL: {what} must raise on all ranks, got {everywhere}"
+        error_name = type(error).__name__
+    error_names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(error_names, error_name)
+    assert all(error_names), f"REJECTION: {label} must raise on all ranks, got {error_names}"
 
 
-def step_with_other_options(run: Run) -> None:
-    """Another learning rate on each rank."""
+def step_with_different_lr(run: Run) -> None:
+    """Step with a different learning rate on each rank."""
     group = run.optimizers[0].param_groups[0]
     before = group["lr"]
     group["lr"] = before + 0.01 * dist.get_rank()
@@ -514,26 +520,26 @@ def step_with_other_options(run: Run) -> None:
 
 
 def clip_by_torch_and_step(run: Run) -> None:
-    """Gradients that other ranks have taken in are changed here."""
+    """Edit gradients that have been reduced already, then step."""
     torch.nn.utils.clip_grad_norm_(run.params(), 1e-6)
     run.optimizers[0].step()
 
 
 def is_matrix(name: str, param: Tensor) -> bool:
-    """What Muon updates."""
+    """Whether Muon updates the parameter."""
     return param.dim() == 2 and (".up." in name or ".down." in name)
 
 
-def make_folder() -> str:
-    folder = [tempfile.mkdtemp(prefix="zeroshard-program-") if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder, 0)
-    return folder[0]
+def make_directory() -> str:
+    directory = [tempfile.mkdtemp(prefix="zeroshard-program-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(directory, 0)
+    return directory[0]
 
 
-def remove_folder(folder: str) -> None:
+def remove_directory(directory: str) -> None:
     dist.barrier()
     if dist.get_rank() == 0:
-        shutil.rmtree(folder)
+        shutil.rmtree(directory)
 
 
 # ---- Comparison
@@ -542,14 +548,14 @@ def remove_folder(folder: str) -> None:
 def list_differences(
     found: list[tuple[str, Any]], expected: list[tuple[str, Any]], tolerances: dict[torch.dtype, tuple[float, float]]
 ) -> list[str]:
-    """`tolerances`: by dtype, relative and absolute. Empty: every bit must be equal."""
+    """Describe the differences. `tolerances`: relative and absolute, by dtype; if empty, all bits must be equal."""
     if [label for label, _ in found] != [label for label, _ in expected]:
-        mine, theirs = ([label for label, _ in log] for log in (found, expected))
-        odd = [pair for pair in zip(mine, theirs, strict=False) if pair[0] != pair[1]][:1]
-        return [f"{len(mine)} and {len(theirs)} values were recorded; the first different labels: {odd}"]
+        ours, theirs = ([label for label, _ in log] for log in (found, expected))
+        different = [pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]][:1]
+        return [f"{len(ours)} and {len(theirs)} values were recorded; the first different labels: {different}"]
     texts = []
-    for (label, ours), (_, theirs) in zip(found, expected, strict=True):
-        text = describe_difference(ours, theirs, tolerances)
+    for (label, our_value), (_, their_value) in zip(found, expected, strict=True):
+        text = describe_difference(our_value, their_value, tolerances)
         if text:
             texts.append(f"{label}: {text}")
     return texts
@@ -558,7 +564,7 @@ def list_differences(
 def scale_tolerances(
     tolerances: dict[torch.dtype, tuple[float, float]], state: dict[Any, Any], key: Any
 ) -> dict[torch.dtype, tuple[float, float]]:
-    """RMSprop's momentum holds updates before they are multiplied by the learning rate, which is 0.01."""
+    """Scale tolerances for RMSprop's momentum: it holds updates that are not yet multiplied by the rate of 0.01."""
     scale = 100.0 if key == "momentum_buffer" and "square_avg" in state else 1.0
     return {dtype: (relative, absolute * scale) for dtype, (relative, absolute) in tolerances.items()}
 
@@ -586,19 +592,19 @@ def describe_difference(found: Any, expected: Any, tolerances: dict[torch.dtype,
         return ""
     if expected.dtype == torch.bool or not expected.numel():
         return f"zeroshard has {found}, expected {expected}"
-    wide = torch.complex128 if expected.is_complex() else torch.float64
-    return f"the largest difference is {(found.to(wide) - expected.to(wide)).abs().max().item():.3e}"
+    dtype = torch.complex128 if expected.is_complex() else torch.float64
+    return f"the largest difference is {(found.to(dtype) - expected.to(dtype)).abs().max().item():.3e}"
 
 
 def judge(train: Callable[[bool], list[tuple[str, Any]]], tolerances: dict[torch.dtype, tuple[float, float]]) -> str:
-    """ "same bits" or "within tolerance"; else raises on all ranks, with the first differences of each."""
+    """Return "same bits" or "within tolerance". Otherwise raise on all ranks, with the first differences of each."""
     expected = train(False)
     found = train(True)
     is_same = not list_differences(found, expected, {})
     differences = list_differences(found, expected, tolerances)
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, (is_same, differences[:4]))
-    if any(texts for _, texts in everywhere):
-        texts = [f"  rank {rank}: {text}" for rank, (_, texts) in enumerate(everywhere) for text in texts]
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, (is_same, differences[:4]))
+    if any(texts for _, texts in by_rank):
+        texts = [f"  rank {rank}: {text}" for rank, (_, texts) in enumerate(by_rank) for text in texts]
         raise AssertionError("DIFFERENT: zeroshard and DDP with the plain optimizer disagree:\n" + "\n".join(texts))
-    return "same bits" if all(same for same, _ in everywhere) else "within tolerance"
+    return "same bits" if all(same for same, _ in by_rank) else "within tolerance"

@@ -21,7 +21,7 @@ class Block:
     checkpointed: str = ""
     """Activation checkpointing: "reentrant" or "non-reentrant"."""
     frozen: bool = False
-    """Until a `Freeze(block, frozen=False)`."""
+    """Frozen until a `Freeze(block, frozen=False)`."""
     late: bool = False
     """In no parameter group until an `AddGroup`."""
 
@@ -37,7 +37,7 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Mode:
-    """How zeroshard is used."""
+    """The API and the options with which zeroshard is used."""
 
     kind: str = "shard"
     """One of `MODES`."""
@@ -46,12 +46,12 @@ class Mode:
     overlap_param_gather: bool = False
     shard_group_size: int = 0
     mesh: bool = False
-    """`shard_group_size` is given as a mesh."""
+    """Pass the shard groups as a mesh instead of `shard_group_size`."""
     whole_params: bool = False
     offload: bool = False
-    wire: str = ""
-    """The dtype that gradients are sent in."""
-    masters: bool = False
+    reduce_dtype: str = ""
+    """The dtype in which gradients are sent."""
+    master_weights: bool = False
     skip_nonfinite: bool = False
 
     @property
@@ -64,7 +64,7 @@ class Mode:
 
     @property
     def shards_grads(self) -> bool:
-        """Gradients are averaged by zeroshard, each slice by its owner."""
+        """zeroshard averages gradients; each rank averages its shard."""
         return self.kind in ("shard", "ddp_hook")
 
     @property
@@ -85,7 +85,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Backward(Op):
-    """Rank r makes `local[r % len(local)]` passes inside `no_sync()`, then one outside unless `synced` is False."""
+    """Rank r runs `local[r % len(local)]` passes inside `no_sync()`, then one outside unless `synced` is False."""
 
     local: tuple[int, ...] = (0,)
     synced: bool = True
@@ -99,19 +99,19 @@ class Clip(Op):
     """ "norm", "inf" (the largest element) or "value"."""
     limit: float = 0.05
     by_torch: bool = False
-    """With torch's function on both sides."""
+    """Use torch's function on both sides."""
 
 
 @dataclass(frozen=True)
 class ScaleGrads(Op):
-    """Halve `param.grad` by hand."""
+    """Halve `param.grad`."""
 
 
 @dataclass(frozen=True)
 class Step(Op):
     closure: bool = False
-    look: bool = True
-    """Compare parameters and buffers afterwards."""
+    record: bool = True
+    """Record parameters and buffers after the step, to compare them."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class ZeroGrad(Op):
 
 @dataclass(frozen=True)
 class EditState(Op):
-    how: str = "clear"
+    edit: str = "clear"
 
 
 @dataclass(frozen=True)
@@ -160,15 +160,15 @@ class UnevenInputs(Op):
 
 @dataclass(frozen=True)
 class Restart(Op):
-    """Save, build everything again with other values, load. With `ranks` the job first goes on on so many ranks."""
+    """Save, rebuild everything with other values, load. With `ranks` the job first continues on that many ranks."""
 
     via: str = "checkpoint"
     ranks: int = 0
 
 
 @dataclass(frozen=True)
-class Refuse(Op):
-    """A call that is documented to raise on every rank, and to change nothing."""
+class RejectedCall(Op):
+    """A call that is documented to raise on all ranks and to change nothing."""
 
     call: str = "load"
 
@@ -177,7 +177,7 @@ OPS: dict[str, type[Op]] = {
     op.__name__: op
     for op in (
         *(Backward, Clip, ScaleGrads, Step, ZeroGrad, EditState, EditOptions, Freeze, AddGroup, Evaluate),
-        *(Consolidate, UnevenInputs, Restart, Refuse),
+        *(Consolidate, UnevenInputs, Restart, RejectedCall),
     )
 }
 
@@ -194,7 +194,7 @@ class Program:
     batch: int = 4
     seed: int = 0
 
-    # ---- what the parts mean together
+    # ---- properties of the combination of parts
 
     @property
     def has_buffers(self) -> bool:
@@ -211,11 +211,11 @@ class Program:
         return any(block.kind in ("Mixed", "Complex") for block in self.blocks)
 
     def tolerances(self) -> list[str]:
-        """Why last bits may differ, as documented. Empty: all bits must be equal."""
+        """Return the documented reasons why last bits may differ. If there are none, all bits must be equal."""
         reasons, mode = [], self.mode
         if mode.shards_grads and any(isinstance(op, Clip) and op.kind == "norm" for op in self.loop):
             reasons.append("clip_grad_norm_ sums the norm of sharded gradients in another order")
-        if mode.shards_grads and _most_synced_passes(self.loop) > 1:
+        if mode.shards_grads and _max_synced_passes(self.loop) > 1:
             reasons.append("gradients of several passes are accumulated in shards, in another order than DDP's")
         if dict(self.optimizer.options).get("fused"):
             reasons.append("fused CPU kernels round the last elements of a tensor differently")
@@ -226,7 +226,7 @@ class Program:
         return reasons
 
     def parts(self) -> list[str]:
-        """What this program is made of, for counting."""
+        """Return the names of all parts of this program, for counting."""
         return sorted({*self._mode_parts(), *self._model_parts(), *self._optimizer_parts(), *self._loop_parts()})
 
     def _mode_parts(self) -> Iterator[str]:
@@ -258,15 +258,15 @@ class Program:
             yield f"optimizer: groups {self.optimizer.groups}"
         if self.optimizer.scheduler:
             yield f"optimizer: {self.optimizer.scheduler}"
-        if self.mode.masters:
+        if self.mode.master_weights:
             yield "optimizer: master weights"
-        if self.mode.wire:
-            yield f"optimizer: {self.mode.wire} on the wire"
+        if self.mode.reduce_dtype:
+            yield f"optimizer: {self.mode.reduce_dtype} on the wire"
 
     def _loop_parts(self) -> Iterator[str]:
         if self.scaler:
             yield "loop: GradScaler"
-        if _most_synced_passes(self.loop) > 1:
+        if _max_synced_passes(self.loop) > 1:
             yield "loop: several backward passes"
         if _skips_a_step(self.loop):
             yield "loop: skipped step"
@@ -281,12 +281,12 @@ class Program:
 
     @staticmethod
     def from_json(text: str) -> Program:
-        read = json.loads(text)
-        read["mode"] = Mode(**read["mode"])
-        read["blocks"] = tuple(Block(**block) for block in read["blocks"])
-        read["optimizer"] = Optimizer(**_to_tuples(read["optimizer"]))
-        read["loop"] = tuple(OPS[op.pop("op")](**_to_tuples(op)) for op in read["loop"])
-        return Program(**read)
+        fields = json.loads(text)
+        fields["mode"] = Mode(**fields["mode"])
+        fields["blocks"] = tuple(Block(**block) for block in fields["blocks"])
+        fields["optimizer"] = Optimizer(**_to_tuples(fields["optimizer"]))
+        fields["loop"] = tuple(OPS[op.pop("op")](**_to_tuples(op)) for op in fields["loop"])
+        return Program(**fields)
 
 
 BLOCK_NAMES = {
@@ -324,7 +324,7 @@ SHOWN_OPTIONS = (
 
 
 def _to_tuples(value: Any) -> Any:
-    """Lists as tuples, also inside of each other; `value` is a dict of fields."""
+    """Convert lists, also nested ones, to tuples. `value` is a dict of fields."""
 
     def convert(item: Any) -> Any:
         return tuple(map(convert, item)) if isinstance(item, list) else item
@@ -336,9 +336,9 @@ def _is_spectral(block: Block) -> bool:
     return block.kind == "Parametrized" and block.variant == 2
 
 
-def _most_synced_passes(loop: tuple[Op, ...]) -> int:
-    """The most synchronized backward passes whose gradients add up."""
-    most = count = 0
+def _max_synced_passes(loop: tuple[Op, ...]) -> int:
+    """Return the largest number of synchronized backward passes whose gradients accumulate."""
+    largest = count = 0
     for op in loop:
         if isinstance(op, Backward) and op.synced:
             count += 1
@@ -346,8 +346,8 @@ def _most_synced_passes(loop: tuple[Op, ...]) -> int:
             count = 0  # these clear gradients first
         elif isinstance(op, ZeroGrad):
             count = 0
-        most = max(most, count)
-    return most
+        largest = max(largest, count)
+    return largest
 
 
 def _skips_a_step(loop: tuple[Op, ...]) -> bool:
@@ -378,15 +378,15 @@ def _name_op(op: Op) -> Iterator[str]:
                 yield "loop: closure"
         case ZeroGrad(by, to_none):
             yield f"loop: {by}.zero_grad" + ("" if to_none else "(set_to_none=False)")
-        case EditState(how):
-            yield f"loop: edit state, {how}"
+        case EditState(edit):
+            yield f"loop: edit state, {edit}"
         case Restart(via, ranks):
             yield f"loop: restart by {via}"
             if ranks:
                 yield "loop: reshard"
         case Freeze(_, frozen):
             yield "loop: freeze" if frozen else "loop: unfreeze"
-        case Refuse(call):
+        case RejectedCall(call):
             yield f"refused: {call}"
         case _:
             yield f"loop: {type(op).__name__}"

@@ -1,4 +1,4 @@
-"""docs/programs.md, written from the records of all runs."""
+"""Write docs/programs.md from the records of all runs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def append_record(records: Path, record: dict[str, Any]) -> None:
 
 
 def write_page(records: Path, page: Path) -> None:
-    """From all runs in the file of records."""
+    """Write the page from all runs in the file of records."""
     runs = [json.loads(line) for line in records.read_text(encoding="utf-8").splitlines() if line.strip()]
     tallies: list[dict[str, Any]] = [tally for run in runs for tally in run["tallies"]]
     sizes = sorted({tally["ranks"] for tally in tallies if tally["programs"]})
@@ -71,7 +71,7 @@ def write_page(records: Path, page: Path) -> None:
     counts = sorted(pairs.values()) or [0]
     page.write_text(
         HEAD.format(
-            torch=torch.__version__,
+            torch=" and ".join(sorted({run.get("torch", torch.__version__) for run in runs})),
             programs=sum(tally["programs"] for tally in tallies),
             sizes=" and ".join(map(str, sizes)),
             failures=failures,
@@ -106,11 +106,11 @@ def _row(kind: str, parts: Counter[str], pairs: Counter[str]) -> str:
     cells = []
     for other in KINDS:
         names = [name for name in sorted(parts) if _kind(name) in (kind, other)]
-        chosen = [
+        counts = [
             pairs[f"{one} + {two}"] for one, two in combinations(names, 2) if {_kind(one), _kind(two)} == {kind, other}
         ]
-        seen = [count for count in chosen if count]
-        cells.append(f"{round(median(seen)) if seen else 0} ({len(seen)} of {len(chosen)})")
+        nonzero = [count for count in counts if count]
+        cells.append(f"{round(median(nonzero)) if nonzero else 0} ({len(nonzero)} of {len(counts)})")
     return f"| {kind} | {' | '.join(cells)} |\n"
 
 

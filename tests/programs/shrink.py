@@ -1,4 +1,4 @@
-"""Make a failing program small: delete and lower the choices that it was made of, as long as it still fails."""
+"""Shrink a failing program: delete and lower the choices from which it was drawn, as long as it still fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Fails = Callable[[Program], bool]
 
 
 def shrink(choices: Sequence[int], ranks: int, fails: Fails, seconds: float = 90.0) -> Program:
-    """The smallest program found within so many seconds. `choices` must make one that fails."""
+    """Return the smallest failing program found within `seconds`. `choices` must give a program that fails."""
     best, deadline, tried = _replay(choices, ranks), time.monotonic() + seconds, set()
     is_smaller = True
     while is_smaller:
@@ -43,7 +43,7 @@ def _size(replayed: Replayed) -> tuple[int, int, list[int]]:
 
 
 def _candidates(draws: Draws) -> Iterator[list[int]]:
-    """Larger changes first."""
+    """Yield shorter or lower choices, larger changes first."""
     made = draws.made
     for start, stop in sorted(draws.spans, key=lambda span: span[0] - span[1]):
         yield made[:start] + made[stop:]
@@ -52,6 +52,6 @@ def _candidates(draws: Draws) -> Iterator[list[int]]:
             yield made[:start] + made[start + width :]
             if any(made[start : start + width]):
                 yield made[:start] + [0] * len(made[start : start + width]) + made[start + width :]
-    for place, value in enumerate(made):
+    for index, value in enumerate(made):
         for lower in range(1, value):
-            yield [*made[:place], lower, *made[place + 1 :]]
+            yield [*made[:index], lower, *made[index + 1 :]]

@@ -26,14 +26,14 @@ from zeroshard.state.tensor_utils import map_tensors, snapshot_to_host
 
 WIDTH = 6
 ADAMW: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
-Way = Callable[[nn.Module, dist.ProcessGroup | None], ZeroRedundancyOptimizer]
+MakeOptimizer = Callable[[nn.Module, dist.ProcessGroup | None], ZeroRedundancyOptimizer]
 
 
 class Net(nn.Module):
-    """Several shapes, a transposed parameter, a buffer, and one that never gets a gradient."""
+    """Parameters of several shapes, one transposed and one without gradients, and a buffer."""
 
     def __init__(self, *, odd: bool = True) -> None:
-        """`odd`: a parameter has no dimensions, and one is transposed, which FSDP2 does not support."""
+        """`odd`: include a scalar and a transposed parameter, which FSDP2 does not support."""
         super().__init__()
         self.enter, self.leave = nn.Linear(5, WIDTH), nn.Linear(WIDTH, 3)
         self.mix = nn.Parameter(torch.randn(4, WIDTH).t() if odd else torch.randn(WIDTH, 4))
@@ -57,7 +57,7 @@ def net(seed: int = 0, *, odd: bool = True) -> Net:
 
 
 def flat(model: nn.Module, group: dist.ProcessGroup | None = None) -> ZeroRedundancyOptimizer:
-    """Parameters cut over several buckets."""
+    """Parameters split over several buckets."""
     config = ZeroConfig(partition=FlatShards(bucket_bytes=160))
     return shard(model, torch.optim.AdamW, process_group=group, config=config, **ADAMW)
 
@@ -72,11 +72,11 @@ def whole(model: nn.Module, group: dist.ProcessGroup | None = None) -> ZeroRedun
 
 
 def dropin(model: nn.Module, group: dist.ProcessGroup | None = None) -> ZeroRedundancyOptimizer:
-    """Trained without DDP: data are equal on all ranks, and so are gradients."""
+    """Trained without DDP: data, and therefore gradients, are equal on all ranks."""
     return ZeroRedundancyOptimizer(model.named_parameters(), torch.optim.AdamW, process_group=group, **ADAMW)
 
 
-WAYS: list[Way] = [flat, one_bucket, whole, dropin]
+OPTIMIZER_FACTORIES: list[MakeOptimizer] = [flat, one_bucket, whole, dropin]
 
 
 def plain(model: nn.Module) -> Optimizer:
@@ -84,35 +84,35 @@ def plain(model: nn.Module) -> Optimizer:
 
 
 def train(model: nn.Module, optimizer: Optimizer, steps: int, *, first: int = 0) -> None:
-    """On the same data on all ranks: means over a power of two of them are exact."""
+    """Train on the same data on all ranks: averages over a power of two of ranks are exact."""
     device = next(model.parameters()).device
     for number in range(first, first + steps):
-        draw = torch.Generator().manual_seed(number)
-        out = model(torch.randn(4, 5, generator=draw).to(device))
-        torch.autograd.backward((out - torch.randn(4, 3, generator=draw).to(device)).square().mean())
+        generator = torch.Generator().manual_seed(number)
+        out = model(torch.randn(4, 5, generator=generator).to(device))
+        torch.autograd.backward((out - torch.randn(4, 3, generator=generator).to(device)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap_ddp(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def first_ranks(count: int) -> dist.ProcessGroup | None:
-    """A group of the first ranks, and None on the others. Called on all ranks."""
+    """Return a group of the first ranks, and None on the others. Call on all ranks."""
     group = dist.new_group(list(range(count)))
     return group if dist.get_rank() < count else None
 
 
-def by_name(optimizer: Optimizer, saved: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The state of a plain dict, by names of parameters."""
+def state_by_name(optimizer: Optimizer, saved: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return the state of a plain state dict by parameter name."""
     names = {id(param): name for name, param in model.named_parameters()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return {names[id(params[number])]: state for number, state in saved["state"].items()}
 
 
 def assert_same_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Bit for bit; state that says no more than that nothing happened yet may be missing."""
+    """Compare state bitwise. State that is still all zeros may be missing on one side."""
     for name in found.keys() | expected.keys():
         ours, theirs = found.get(name, {}), expected.get(name, {})
         if not ours or not theirs:
@@ -120,90 +120,95 @@ def assert_same_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
             continue
         assert ours.keys() == theirs.keys(), name
         for key in ours:
-            mine, other = torch.as_tensor(ours[key]), torch.as_tensor(theirs[key])
-            assert torch.equal(mine, other), f"{name}.{key}: {mine} instead of {other}"
+            our_value, their_value = torch.as_tensor(ours[key]), torch.as_tensor(theirs[key])
+            assert torch.equal(our_value, their_value), f"{name}.{key}: {our_value} instead of {their_value}"
 
 
-# ---- A run to load into, and damage
+# ---- Training runs to save and load, and damage to checkpoints
 
 
-def save(path: Path | str, *, behind: bool, **options: Any) -> Path:
-    """Save at once or in the background, and wait."""
-    return checkpoint.async_save(path, **options).wait() if behind else checkpoint.save(path, **options)
+def save(path: Path | str, *, in_background: bool, **options: Any) -> Path:
+    """Save synchronously, or in the background and wait."""
+    return checkpoint.async_save(path, **options).wait() if in_background else checkpoint.save(path, **options)
 
 
 class TrainingRun:
     """A model, an optimizer and a scheduler after a few steps."""
 
     def __init__(
-        self, seed: int = 0, way: Way | None = flat, *, steps: int = 2, model: nn.Module | None = None
+        self,
+        seed: int = 0,
+        make_optimizer: MakeOptimizer | None = flat,
+        *,
+        steps: int = 2,
+        model: nn.Module | None = None,
     ) -> None:
         self.model: nn.Module = net(seed) if model is None else model
         self.optimizer: Optimizer
-        if way is None:
+        if make_optimizer is None:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         else:
-            self.optimizer = way(self.model, None)
+            self.optimizer = make_optimizer(self.model, None)
         self.scheduler = CosineAnnealingLR(self.optimizer, T_max=20)
         for step in range(steps):
             train(self.model, self.optimizer, 1, first=step)
             self.scheduler.step()
 
     def parts(self, *, scheduler: bool = True) -> dict[str, Any]:
-        given = {"model": self.model, "optimizer": self.optimizer}
-        return given | ({"scheduler": self.scheduler} if scheduler else {})
+        parts = {"model": self.model, "optimizer": self.optimizer}
+        return parts | ({"scheduler": self.scheduler} if scheduler else {})
 
-    def save(self, path: Path, step: int = 2, *, behind: bool = False, **options: Any) -> Path:
-        return save(path, step=step, behind=behind, **self.parts(), **options)
+    def save(self, path: Path, step: int = 2, *, in_background: bool = False, **options: Any) -> Path:
+        return save(path, step=step, in_background=in_background, **self.parts(), **options)
 
     def load(self, path: Path, **options: Any) -> checkpoint.LoadResult:
         return checkpoint.load(path, **self.parts(), **options)
 
-    def look(self) -> dict[str, Any]:
-        """All there is to it, on all ranks. A collective call."""
+    def capture(self) -> dict[str, Any]:
+        """Return copies of model, optimizer, scheduler and random state. Call on all ranks."""
         optimizer = self.optimizer
-        sharded = isinstance(optimizer, ZeroRedundancyOptimizer)
-        found = optimizer.full_state_dict(to=0) if isinstance(optimizer, ZeroRedundancyOptimizer) else None
-        found = found if sharded else optimizer.state_dict()
+        is_sharded = isinstance(optimizer, ZeroRedundancyOptimizer)
+        state = optimizer.full_state_dict(to=0) if isinstance(optimizer, ZeroRedundancyOptimizer) else None
+        state = state if is_sharded else optimizer.state_dict()
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         scheduler = {key: value for key, value in self.scheduler.state_dict().items() if not callable(value)}
-        parts = {"model": dict(self.model.state_dict()), "optimizer": found, "groups": groups, "scheduler": scheduler}
-        whole: dict[str, Any] = map_tensors(snapshot_to_host(parts), torch.Tensor.contiguous)
-        return {**whole, "random": torch.get_rng_state()}
+        parts = {"model": dict(self.model.state_dict()), "optimizer": state, "groups": groups, "scheduler": scheduler}
+        copies: dict[str, Any] = map_tensors(snapshot_to_host(parts), torch.Tensor.contiguous)
+        return {**copies, "random": torch.get_rng_state()}
 
 
 @contextmanager
-def refused(
+def assert_rejected(
     run: TrainingRun, match: str, path: Path | None = None, *, error: type[Exception] = CheckpointError
 ) -> Iterator[None]:
-    """What is inside raises, on this rank as on all, and changes neither the run nor the files below `path`."""
-    before, files = run.look(), files_below(path)
+    """Check that the body raises `error` and changes neither the run nor the files under `path`. Enter on all ranks."""
+    before, checksums = run.capture(), file_checksums(path)
     with pytest.raises(error, match=match):
         yield
-    assert_same(run.look(), before, "what was running")
-    assert files_below(path) == files
+    assert_same(run.capture(), before, "the run")
+    assert file_checksums(path) == checksums
 
 
-def files_below(path: Path | None) -> dict[str, int]:
-    """Their sums, by name. The lock is no content."""
+def file_checksums(path: Path | None) -> dict[str, int]:
+    """Return checksums of the files under `path`, without the lock file. Call on all ranks."""
     if path is None:
         return {}
     dist.barrier()
-    files = (it for it in path.rglob("*") if it.is_file() and it.name != ".lock")
-    sums = {str(it.relative_to(path)): zlib.crc32(it.read_bytes()) for it in files}
-    dist.barrier()  # nobody changes a file that another rank still looks at
-    return sums
+    files = (entry for entry in path.rglob("*") if entry.is_file() and entry.name != ".lock")
+    checksums = {str(file.relative_to(path)): zlib.crc32(file.read_bytes()) for file in files}
+    dist.barrier()  # no rank changes a file that another one still reads
+    return checksums
 
 
 def on_rank_0(action: Callable[[], object]) -> None:
-    """Once, and seen by all ranks afterwards."""
+    """Run `action` on rank 0 while the others wait. Call on all ranks."""
     if dist.get_rank() == 0:
         action()
     dist.barrier()
 
 
 class Evil:
-    """Runs code where it is unpickled: it makes a file."""
+    """Executes code when unpickled: creates a file."""
 
     def __init__(self, marker: Path) -> None:
         self._marker = marker

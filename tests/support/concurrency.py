@@ -1,4 +1,4 @@
-"""Several optimizers, process groups and threads in one process, and random delays in what the package does."""
+"""Several optimizers, process groups and threads in one process, and random delays inside the package."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tests.support.oracles import WIDTH, assert_same, average, from_all_ranks, mlp, seeded
+from tests.support.oracles import WIDTH, assert_same, average, gather_from_all_ranks, make_seeded, mlp
 from zeroshard import ShardedOptimizer, ZeroConfig, ZeroRedundancyOptimizer, shard
 
-# ---- Several things at once
+# ---- Concurrent training
 
 TIMEOUT_S = 30.0
 STEPS = 4
@@ -37,22 +37,22 @@ def backward(model: nn.Module, x: Tensor) -> None:
 
 
 def set_mean_grads(model: nn.Module, number: int, members: list[int]) -> None:
-    """Those of all members, added up in the order of ranks."""
+    """Set gradients to the mean over all members, summed in rank order."""
     grads: list[list[Tensor]] = []
     for rank in members:
         model.zero_grad()
         backward(model, inputs_of(number, rank))
         grads.append([param.grad for param in model.parameters() if param.grad is not None])
-    for param, parts in zip(model.parameters(), zip(*grads, strict=True), strict=True):
-        param.grad = average(list(parts))
+    for param, by_rank in zip(model.parameters(), zip(*grads, strict=True), strict=True):
+        param.grad = average(list(by_rank))
 
 
 class ConcurrentRun:
-    """A model that some ranks train, and what the plain optimizer makes of it."""
+    """A model trained by the ranks of a group, and the same model trained by the plain optimizer."""
 
     def __init__(self, group: dist.ProcessGroup | None, config: ZeroConfig, seed: int = 0) -> None:
         self.members = dist.get_process_group_ranks(group or dist.group.WORLD)
-        self.model, self.plain_model = (seeded(mlp, seed) for _ in range(2))
+        self.model, self.plain_model = (make_seeded(mlp, seed) for _ in range(2))
         self.zero: ShardedOptimizer = shard(self.model, torch.optim.AdamW, process_group=group, config=config, lr=0.05)
         self.plain = torch.optim.AdamW(self.plain_model.parameters(), lr=0.05)
 
@@ -79,24 +79,26 @@ class ConcurrentRun:
 # -- several optimizers
 
 
-def by_shard(model: nn.Module, params: list[nn.Parameter], config: ZeroConfig) -> Optimizer:
+def shard_adamw(model: nn.Module, params: list[nn.Parameter], config: ZeroConfig) -> Optimizer:
     return shard(model, torch.optim.AdamW, params=params, config=config, lr=0.05)
 
 
-def by_drop_in(_: nn.Module, params: list[nn.Parameter], __: ZeroConfig) -> Optimizer:
+def dropin_sgd(_: nn.Module, params: list[nn.Parameter], __: ZeroConfig) -> Optimizer:
     return ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.05)
 
 
-def trained_by_two(config: ZeroConfig, second: Callable[..., Optimizer]) -> tuple[nn.Module, list[Optimizer]]:
-    """A model of which each optimizer has every other parameter: one backward pass for both, and steps in turn."""
-    model = seeded(mlp, 0)
+def train_with_two_optimizers(
+    config: ZeroConfig, second: Callable[..., Optimizer]
+) -> tuple[nn.Module, list[Optimizer]]:
+    """Train a model with two optimizers, each with every other parameter: one backward pass, then both steps."""
+    model = make_seeded(mlp, 0)
     params = [*model.parameters()]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the first one's of what the drop-in has
-        zeros = [by_shard(model, params[::2], config), second(model, params[1::2], config)]
+        warnings.simplefilter("ignore")  # the first optimizer warns about parameters of the drop-in
+        zeros = [shard_adamw(model, params[::2], config), second(model, params[1::2], config)]
         for number in range(STEPS):
             backward(model, inputs_of(number, dist.get_rank()))
-            if second is by_drop_in:
+            if second is dropin_sgd:
                 average_grads(params[1::2])
             for zero in zeros if number % 2 else reversed(zeros):
                 zero.step()
@@ -107,44 +109,44 @@ def trained_by_two(config: ZeroConfig, second: Callable[..., Optimizer]) -> tupl
 def average_grads(params: list[nn.Parameter]) -> None:
     for param in params:
         assert param.grad is not None
-        param.grad = average(from_all_ranks(param.grad))
+        param.grad = average(gather_from_all_ranks(param.grad))
 
 
 # -- several groups
 
 
 def two_groups(*, overlapping: bool) -> list[dist.ProcessGroup | None]:
-    """Of all ranks each, or all but the last and all but the first. None where this rank is no member."""
-    everyone, me = list(range(dist.get_world_size())), dist.get_rank()
-    members = [everyone[:-1], everyone[1:]] if overlapping and len(everyone) > 1 else [everyone, everyone]
+    """Two groups of all ranks, or of all but the last and all but the first. None if this rank is not a member."""
+    all_ranks, rank = list(range(dist.get_world_size())), dist.get_rank()
+    members = [all_ranks[:-1], all_ranks[1:]] if overlapping and len(all_ranks) > 1 else [all_ranks, all_ranks]
     groups = [dist.new_group(ranks) for ranks in members]
-    return [group if me in ranks else None for group, ranks in zip(groups, members, strict=True)]
+    return [group if rank in ranks else None for group, ranks in zip(groups, members, strict=True)]
 
 
-def trained_in_threads(groups: Sequence[dist.ProcessGroup | None], config: ZeroConfig) -> list[ConcurrentRun]:
-    """A model for each group that this rank is in, each by a thread of its own."""
+def train_in_threads(groups: Sequence[dist.ProcessGroup | None], config: ZeroConfig) -> list[ConcurrentRun]:
+    """Train one model for each group of this rank, each in its own thread."""
     runs = [ConcurrentRun(group, config, seed) for seed, group in enumerate(groups) if group is not None]
     with ThreadPoolExecutor() as pool:
-        for done in [pool.submit(run.train) for run in runs]:
-            done.result(TIMEOUT_S)
+        for future in [pool.submit(run.train) for run in runs]:
+            future.result(TIMEOUT_S)
     return runs
 
 
-# -- threads that do something else
+# -- threads with other work
 
 
 @contextmanager
 def busy_threads() -> Iterator[None]:
-    """Threads that compute, allocate and free, with and without gradients, until the end."""
-    over, failures = threading.Event(), list[BaseException]()
+    """Run threads that compute, allocate and free, with and without gradients, while the context is open."""
+    is_over, failures = threading.Event(), list[BaseException]()
 
     def work(seed: int) -> None:
         try:
-            draw = torch.Generator().manual_seed(seed)
-            while not over.is_set():
-                own = torch.randn(32, 32, generator=draw, requires_grad=True)
-                torch.autograd.backward((own @ own).tanh().sum())
-                assert own.grad is not None
+            generator = torch.Generator().manual_seed(seed)
+            while not is_over.is_set():
+                matrix = torch.randn(32, 32, generator=generator, requires_grad=True)
+                torch.autograd.backward((matrix @ matrix).tanh().sum())
+                assert matrix.grad is not None
                 [torch.empty(1000 * n) for n in range(8)]
         except BaseException as failure:
             failures.append(failure)
@@ -155,14 +157,14 @@ def busy_threads() -> Iterator[None]:
     try:
         yield
     finally:
-        over.set()
+        is_over.set()
         for thread in threads:
             thread.join(TIMEOUT_S)
     assert not failures
 
 
-def prefetched(rank: int, steps: int) -> Iterator[Tensor]:
-    """Inputs that a thread makes ahead."""
+def prefetch_inputs(rank: int, steps: int) -> Iterator[Tensor]:
+    """Yield inputs that a thread prefetches."""
     queue: Queue[Tensor] = Queue(maxsize=2)
 
     def make() -> None:
@@ -175,30 +177,29 @@ def prefetched(rank: int, steps: int) -> Iterator[Tensor]:
     thread.join(TIMEOUT_S)
 
 
-def trained_beside_threads(config: ZeroConfig) -> ConcurrentRun:
-    """A data loader's thread makes the inputs, and others are busy with their own."""
+def train_beside_threads(config: ZeroConfig) -> ConcurrentRun:
+    """Train with inputs from a prefetching thread, next to busy threads."""
     run = ConcurrentRun(None, config)
     with busy_threads():
-        for number, x in enumerate(prefetched(dist.get_rank(), STEPS)):
+        for number, x in enumerate(prefetch_inputs(dist.get_rank(), STEPS)):
             run.step(number, x)
     return run
 
 
 # ---- Random delays of messages, threads and locks
 
-LONGEST = 0.003
-"""Seconds of a delay."""
-OFTEN = 0.25
-SWITCH = 1e-5
-"""Seconds after which Python lets another thread go on."""
-VERBS = (
+MAX_DELAY_S = 0.003
+DELAY_PROBABILITY = 0.25
+SWITCH_INTERVAL_S = 1e-5
+"""Switch interval of Python threads."""
+COLLECTIVES = (
     *("irecv", "all_reduce", "broadcast", "all_gather", "gather"),
     *("all_gather_into_tensor", "all_to_all_single", "reduce_scatter_tensor"),
 )
 
 
 class Delays:
-    """Draws them, and counts."""
+    """Draws random delays and counts them."""
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
@@ -206,24 +207,24 @@ class Delays:
 
     def pause(self) -> None:
         self.count += 1
-        if self._draw.random() < OFTEN:
-            time.sleep(self._draw.uniform(0, LONGEST))
+        if self._draw.random() < DELAY_PROBABILITY:
+            time.sleep(self._draw.uniform(0, MAX_DELAY_S))
 
 
 @contextmanager
-def shuffled(seed: int) -> Iterator[Delays]:
-    """While it is open, here and now. Locks are delayed in objects that are made inside."""
+def random_delays(seed: int) -> Iterator[Delays]:
+    """Delay messages, threads and locks while the context is open; locks only in objects created inside it."""
     delays, interval = Delays(1000 * seed + dist.get_rank()), sys.getswitchinterval()
-    late = ThreadPoolExecutor(1)
-    verbs = {verb: _slow_verb(getattr(dist, verb), delays) for verb in VERBS}
-    slow_dist = _Altered(dist, {**verbs, "isend": _late_verb(dist.isend, delays, late)})
-    slow_threading = _Altered(threading, _slow_threads(delays))
-    with late, pytest.MonkeyPatch.context() as patch:
+    sender = ThreadPoolExecutor(1)
+    collectives = {name: _delay_collective(getattr(dist, name), delays) for name in COLLECTIVES}
+    slow_dist = _PatchedModule(dist, {**collectives, "isend": _delay_send(dist.isend, delays, sender)})
+    slow_threading = _PatchedModule(threading, _slow_threads(delays))
+    with sender, pytest.MonkeyPatch.context() as patch:
         for name, module in list(sys.modules.items()):
             if name.startswith("zeroshard."):
                 _replace(patch, module, {"dist": (dist, slow_dist), "threading": (threading, slow_threading)})
                 _replace(patch, module, {"RLock": (threading.RLock, slow_threading.RLock)})
-        sys.setswitchinterval(SWITCH)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
             yield delays
         finally:
@@ -231,17 +232,17 @@ def shuffled(seed: int) -> Iterator[Delays]:
 
 
 def _replace(patch: pytest.MonkeyPatch, module: Any, names: Mapping[str, tuple[Any, Any]]) -> None:
-    for name, (plain, slow) in names.items():
-        if vars(module).get(name) is plain:
+    for name, (original, slow) in names.items():
+        if vars(module).get(name) is original:
             patch.setattr(module, name, slow)
 
 
-class _Altered:
-    """A module with some of its functions exchanged."""
+class _PatchedModule:
+    """A module with some of its attributes replaced."""
 
-    def __init__(self, module: Any, exchanged: Mapping[str, Any]) -> None:
+    def __init__(self, module: Any, replacements: Mapping[str, Any]) -> None:
         self._module = module
-        vars(self).update(exchanged)
+        vars(self).update(replacements)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -253,9 +254,9 @@ class _SlowWork:
 
     def wait(self, *args: Any) -> Any:
         self._delays.pause()
-        done = self._work.wait(*args)
+        result = self._work.wait(*args)
         self._delays.pause()
-        return done
+        return result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
@@ -277,31 +278,31 @@ class _SlowLock:
         return getattr(self._lock, name)
 
 
-def _slow_verb(verb: Callable[..., Any], delays: Delays) -> Callable[..., Any]:
+def _delay_collective(collective: Callable[..., Any], delays: Delays) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         delays.pause()
-        work = verb(*args, **kwargs)
+        work = collective(*args, **kwargs)
         return _SlowWork(work, delays) if hasattr(work, "wait") else work
 
     return call
 
 
-def _late_verb(verb: Callable[..., Any], delays: Delays, pool: ThreadPoolExecutor) -> Callable[..., Any]:
-    """Messages leave later than they are sent, one after the other, as in a network that is slow."""
+def _delay_send(send: Callable[..., Any], delays: Delays, sender: ThreadPoolExecutor) -> Callable[..., Any]:
+    """Delay each message and send them one after the other, as a slow network does."""
 
-    def leave(*args: Any, **kwargs: Any) -> Any:
+    def send_late(*args: Any, **kwargs: Any) -> Any:
         delays.pause()
-        return verb(*args, **kwargs)
+        return send(*args, **kwargs)
 
-    return lambda *args, **kwargs: _Late(pool.submit(leave, *args, **kwargs))
+    return lambda *args, **kwargs: _DelayedSend(sender.submit(send_late, *args, **kwargs))
 
 
-class _Late:
-    def __init__(self, left: Future[Any]) -> None:
-        self._left = left
+class _DelayedSend:
+    def __init__(self, work: Future[Any]) -> None:
+        self._work = work
 
     def wait(self, *args: Any) -> Any:
-        return self._left.result().wait(*args)
+        return self._work.result().wait(*args)
 
 
 def _slow_threads(delays: Delays) -> dict[str, Any]:

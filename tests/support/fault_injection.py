@@ -1,4 +1,4 @@
-"""Jobs of several processes into which faults are injected: what happens, where, on which rank and in which step."""
+"""Inject faults into jobs of several processes: a kind of fault, at a place in the code, on a rank, in a step."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ from zeroshard import (
     shard,
 )
 from zeroshard.checkpoint import reader, saver
-from zeroshard.engine import grad_bucket, param_gather, param_store
+from zeroshard.engine import grad_bucket, param_memory, param_sync
 from zeroshard.state import serialization
 from zeroshard.state.tensor_utils import map_tensors
 
 # ---- Faults
 
-SLOW = 0.7
-"""Seconds, less than any timeout here."""
+DELAY_S = 0.7
+"""Delay of a slow rank in seconds, less than any timeout here."""
 
 
 class Kind(Enum):
@@ -69,16 +69,16 @@ class Kind(Enum):
 class Place(Enum):
     CONSTRUCTOR = "constructor"
     BACKWARD = "backward"
-    REDUCTION = "reduction"
+    REDUCTION = "gradient reduction"
     INNER_STEP = "inner step"
-    GATHER = "gather"
-    CONSOLIDATION = "consolidation"
+    GATHER = "parameter gather"
+    CONSOLIDATION = "state consolidation"
     SAVE = "save"
     LOAD = "load"
 
 
 class InjectedError(Exception):
-    """What a rank raises on purpose."""
+    """The error of a rank that raises on purpose."""
 
 
 @dataclass(frozen=True)
@@ -87,48 +87,48 @@ class Fault:
     place: Place
     rank: int
     step: int
-    """Steps that have been made before; for a constructor and for a load, which come first, of no meaning."""
+    """Number of steps before the fault. Ignored for constructors and loads, which come first."""
 
 
 class Trap:
-    """On the rank of the fault: fires once, at its place, in its step. On others: nothing."""
+    """Fires once on the rank of the fault, at its place and step. Does nothing on other ranks."""
 
-    def __init__(self, fault: Fault | None, rank: int, store_port: int, tell: Callable[[], None]) -> None:
-        """`tell` is called before it happens."""
+    def __init__(self, fault: Fault | None, rank: int, store_port: int, before_fault: Callable[[], None]) -> None:
+        """`before_fault` is called just before the fault happens."""
         self._fault = fault if fault is not None and fault.rank == rank else None
-        self._store_port, self._tell = store_port, tell
+        self._store_port, self._before_fault = store_port, before_fault
         self.step = 0
         self.is_armed = self.has_fired = False
         self.inner: Any = None
-        """The optimizer that made the last step here."""
+        """The optimizer that did the last step on this rank."""
 
-    def set(self) -> None:
-        """Into the code that all ranks go through. The process is not used for anything else afterwards."""
-        self._before(build.EngineBuilder, "make_engine", Place.CONSTRUCTOR)
-        self._before(grad_bucket.GradBucket, "_launch_reduce", Place.REDUCTION)
-        self._before(param_gather.ParamAllGather, "start", Place.GATHER)
-        self._before(param_gather.ParamBroadcast, "start", Place.GATHER)
-        self._before(serialization.StateSender, "send", Place.CONSOLIDATION)
-        self._before(serialization, "receive_state", Place.CONSOLIDATION)
-        self._before(saver._SavePlanner, "transform_object", Place.SAVE)
-        self._before(reader.ReadPlan, "_read_tensor", Place.LOAD)
+    def install(self) -> None:
+        """Patch the code under test. The process must not be used for anything else afterwards."""
+        self._fire_before(build.EngineBuilder, "make_engine", Place.CONSTRUCTOR)
+        self._fire_before(grad_bucket.ReduceBucket, "_launch_reduce", Place.REDUCTION)
+        self._fire_before(param_sync.ParamAllGather, "start", Place.GATHER)
+        self._fire_before(param_sync.ParamBroadcast, "start", Place.GATHER)
+        self._fire_before(serialization.StateSender, "send", Place.CONSOLIDATION)
+        self._fire_before(serialization, "receive_state", Place.CONSOLIDATION)
+        self._fire_before(saver._SavePlanner, "transform_object", Place.SAVE)
+        self._fire_before(reader.ReadPlan, "_read_tensor", Place.LOAD)
 
-    def spring(self, place: Place) -> bool:
-        """Whether the caller is to make a wrong shape."""
+    def fire(self, place: Place) -> bool:
+        """Fire if this is the place. Return whether the caller must produce a wrong shape."""
         fault = self._fault
         if fault is None or self.has_fired or place != fault.place:
             return False
         if place not in (Place.CONSTRUCTOR, Place.LOAD) and self.step < fault.step:
             return False
         self.has_fired = True
-        self._tell()
-        return self._act(fault.kind)
+        self._before_fault()
+        return self._cause(fault.kind)
 
-    def misshapes(self, place: Place) -> bool:
-        """As `spring`, for a fault of that kind only."""
-        return self._fault is not None and self._fault.kind is Kind.MISSHAPEN and self.spring(place)
+    def fire_if_misshapen(self, place: Place) -> bool:
+        """Like `fire`, for wrong shapes only."""
+        return self._fault is not None and self._fault.kind is Kind.MISSHAPEN and self.fire(place)
 
-    def _act(self, kind: Kind) -> bool:
+    def _cause(self, kind: Kind) -> bool:
         if kind is Kind.RAISES:
             raise InjectedError("on purpose")
         if kind is Kind.KILLED:
@@ -136,63 +136,62 @@ class Trap:
         if kind is Kind.STOPPED:
             os.kill(os.getpid(), signal.SIGSTOP)
         if kind is Kind.SLOW:
-            time.sleep(SLOW)
+            time.sleep(DELAY_S)
         if kind is Kind.CUT:
             self._cut_connections()
         return kind is Kind.MISSHAPEN
 
-    def _before(self, owner: Any, name: str, place: Place) -> None:
+    def _fire_before(self, owner: Any, name: str, place: Place) -> None:
         original = getattr(owner, name)
 
         def trapped(*arguments: Any, **options: Any) -> Any:
-            if self._can_act(arguments) and self.spring(place):
-                arguments = tuple(_misshapen(it) if isinstance(it, _SPOILED) else it for it in arguments)
+            if self._can_fire(arguments) and self.fire(place):
+                arguments = tuple(_misshape(value) if isinstance(value, _SHAPED) else value for value in arguments)
             return original(*arguments, **options)
 
         setattr(owner, name, trapped)
 
-    def _can_act(self, arguments: Sequence[Any]) -> bool:
-        """A wrong shape needs something that has one."""
-        is_shape = self._fault is not None and self._fault.kind is Kind.MISSHAPEN
-        return not is_shape or any(isinstance(it, _SPOILED) for it in arguments)
+    def _can_fire(self, arguments: Sequence[Any]) -> bool:
+        """A wrong shape needs an argument that has a shape."""
+        needs_shape = self._fault is not None and self._fault.kind is Kind.MISSHAPEN
+        return not needs_shape or any(isinstance(value, _SHAPED) for value in arguments)
 
     def _cut_connections(self) -> None:
-        """All to other ranks, and not those to the store."""
+        """Cut all connections to other ranks, but not those to the store."""
         for entry in os.listdir("/proc/self/fd"):
-            with suppress(OSError), socket.socket(fileno=os.dup(int(entry))) as end:
-                if end.family in (socket.AF_INET, socket.AF_INET6) and end.getpeername()[1] != self._store_port:
-                    end.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError), socket.socket(fileno=os.dup(int(entry))) as connection:
+                is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
+                if is_tcp and connection.getpeername()[1] != self._store_port:
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
-_SPOILED = (torch.Tensor, reader.TensorLocation, param_store.BroadcastPlan)
+_SHAPED = (torch.Tensor, reader.TensorLocation, param_memory.BroadcastPlan)
 
 
-def _misshapen(value: Any) -> Any:
-    """One element too few: of a tensor, of what a file has, of a parameter that another rank sends."""
+def _misshape(value: Any) -> Any:
+    """Remove one element: of a tensor, of a location in a file, or of a parameter that another rank broadcasts."""
     if isinstance(value, reader.TensorLocation):
         return value._replace(tensor=value.tensor[1:] if value.tensor.dim() else value.tensor.reshape(1))
-    if isinstance(value, param_store.BroadcastPlan):
-        parcel: Any = next(it for it in value.messages if it.owner != dist.get_rank())
-        parcel._params = [_misshapen(parcel._params[0].detach()), *parcel._params[1:]]
+    if isinstance(value, param_memory.BroadcastPlan):
+        received: Any = next(message for message in value.messages if message.owner != dist.get_rank())
+        received._params = [_misshape(received._params[0].detach()), *received._params[1:]]
         return value
     return value.reshape(-1)[1:]
 
 
-# ---- Jobs that train, save, consolidate, and load at their start
+# ---- Jobs that load a checkpoint when they start, train, consolidate and save
 
 STEPS = 6
-SAVED_EVERY = 2
-CONSOLIDATED = 3
-"""In this step."""
-LONG = 60.0
-"""No job takes longer, whatever happens in it."""
+SAVE_EVERY = 2
+CONSOLIDATION_STEP = 3
+JOB_TIMEOUT_S = 60.0
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([*PRELOAD, "tests.support.fault_injection"])
-_numbers = count()
+_job_numbers = count()
 
 
-class Post(NamedTuple):
-    """Where a rank works, and how."""
+class RankArgs(NamedTuple):
+    """Arguments of a rank's process."""
 
     port: int
     run: str
@@ -205,50 +204,57 @@ class Post(NamedTuple):
     fault: Fault | None
 
 
-class News(NamedTuple):
-    """From a rank, with the time, which is the same clock for all: "began", "saved" or "done" with a step, "fired",
-    "error" with what it is, and with the ranks that it says are lost."""
+class Message(NamedTuple):
+    """Message from a rank.
 
-    what: str
+    `event` is "began", "saved" or "done" with a step, "fired", or "error" with its text and the ranks that it reports
+    as lost. All ranks use the same clock for `time`.
+    """
+
+    event: str
     time: float
     step: int = 0
     text: str = ""
     lost: tuple[int, ...] = ()
 
 
-class Told(NamedTuple):
-    """What came of a job."""
+class JobResult(NamedTuple):
+    """The result of a job."""
 
-    news: list[list[News]]
+    messages: list[list[Message]]
     """By rank."""
     stuck: list[int]
-    """Ranks that had neither ended nor finished in time."""
+    """Ranks that neither exited nor finished in time."""
     ended: float
-    """When the last rank that was not stopped had ended."""
+    """Time at which the last rank exited that was not stopped."""
 
-    def of(self, rank: int, what: str) -> list[News]:
-        return [it for it in self.news[rank] if it.what == what]
+    def messages_of(self, rank: int, event: str) -> list[Message]:
+        return [message for message in self.messages[rank] if message.event == event]
 
     @property
     def is_done(self) -> bool:
-        return all(self.of(rank, "done") for rank in range(len(self.news)))
+        return all(self.messages_of(rank, "done") for rank in range(len(self.messages)))
 
     @property
     def digests(self) -> set[str]:
-        return {it.text for rank in range(len(self.news)) for it in self.of(rank, "done")}
+        return {message.text for rank in range(len(self.messages)) for message in self.messages_of(rank, "done")}
 
     @property
-    def saved(self) -> int:
-        """The last step that all ranks know to be saved."""
-        return min(max((it.step for it in self.of(rank, "saved")), default=0) for rank in range(len(self.news)))
+    def last_saved_step(self) -> int:
+        """The last step that all ranks reported as saved."""
+        return min(
+            max((message.step for message in self.messages_of(rank, "saved")), default=0)
+            for rank in range(len(self.messages))
+        )
 
     @property
-    def began(self) -> int:
-        return min(self.of(rank, "began")[0].step for rank in range(len(self.news)))
+    def first_step(self) -> int:
+        return min(self.messages_of(rank, "began")[0].step for rank in range(len(self.messages)))
 
     @property
-    def fired(self) -> float | None:
-        return next((it.time for news in self.news for it in news if it.what == "fired"), None)
+    def fired_at(self) -> float | None:
+        """The time of the fault."""
+        return next((message.time for sent in self.messages for message in sent if message.event == "fired"), None)
 
 
 def run_job(
@@ -260,32 +266,32 @@ def run_job(
     *,
     timeout: float = 30.0,
     steps: int = STEPS,
-) -> Told:
-    """Start all ranks, and stay until they have ended. One that was stopped goes on when all others have ended."""
-    run, ends, ranks = f"job{next(_numbers)}", [], []
+) -> JobResult:
+    """Start all ranks and wait until they exit. A stopped rank continues when all others have exited."""
+    run, connections, processes = f"job{next(_job_numbers)}", [], []
     for rank in range(world_size):
         mine, theirs = _CONTEXT.Pipe(duplex=False)
-        post = Post(port, run, rank, world_size, folder, mode, timeout, steps, fault)
-        process = _CONTEXT.Process(target=_play, args=(theirs, post), daemon=True)
+        args = RankArgs(port, run, rank, world_size, folder, mode, timeout, steps, fault)
+        process = _CONTEXT.Process(target=_run_rank, args=(theirs, args), daemon=True)
         process.start()
         theirs.close()
-        ends.append(mine)
-        ranks.append(process)
+        connections.append(mine)
+        processes.append(process)
     try:
-        deadline = time.monotonic() + LONG
+        deadline = time.monotonic() + JOB_TIMEOUT_S
         stopped = {fault.rank} if fault is not None and fault.kind is Kind.STOPPED else set()
-        _join([it for rank, it in enumerate(ranks) if rank not in stopped], deadline)
+        _join([process for rank, process in enumerate(processes) if rank not in stopped], deadline)
         ended = time.monotonic()
         for rank in stopped:
             with suppress(ProcessLookupError):
-                os.kill(ranks[rank].pid or 0, signal.SIGCONT)
-        _join(ranks, deadline)
-        stuck = [rank for rank, process in enumerate(ranks) if process.exitcode is None]
+                os.kill(processes[rank].pid or 0, signal.SIGCONT)
+        _join(processes, deadline)
+        stuck = [rank for rank, process in enumerate(processes) if process.exitcode is None]
     finally:
-        for process in ranks:
+        for process in processes:
             process.kill()
             process.join()
-    return Told([_news(end) for end in ends], stuck, ended)
+    return JobResult([_receive_all(connection) for connection in connections], stuck, ended)
 
 
 def _join(processes: list[Any], deadline: float) -> None:
@@ -294,287 +300,291 @@ def _join(processes: list[Any], deadline: float) -> None:
         pending -= set(ready)
 
 
-def _news(end: Connection[None, News]) -> list[News]:
-    found = []
+def _receive_all(connection: Connection[None, Message]) -> list[Message]:
+    messages = []
     with suppress(EOFError, OSError):
-        while end.poll():
-            found.append(end.recv())
-    return found
+        while connection.poll():
+            messages.append(connection.recv())
+    return messages
 
 
 # -- on a rank
 
 
-def _play(end: Connection[News, None], post: Post) -> None:
-    def tell(what: str, step: int = 0, text: str = "", error: BaseException | None = None) -> None:
+def _run_rank(connection: Connection[Message, None], args: RankArgs) -> None:
+    def report(event: str, step: int = 0, text: str = "", error: BaseException | None = None) -> None:
         text = text if error is None else f"{type(error).__name__}: {error}"
         lost = error.exited + error.unresponsive if isinstance(error, RankLostError) else ()
-        end.send(News(what, time.monotonic(), step, text, lost))
+        connection.send(Message(event, time.monotonic(), step, text, lost))
 
-    store = _prepare(post)
-    trap = Trap(post.fault, post.rank, post.port, lambda: tell("fired"))
-    trap.set()
+    store = _init_process_group(args)
+    trap = Trap(args.fault, args.rank, args.port, lambda: report("fired"))
+    trap.install()
     try:
-        _insist(_Work(post, trap, tell), tell)
+        _run_with_one_restart(_TrainingScript(args, trap, report), report)
         status = 0
     except BaseException as error:
-        tell("error", error=error)
-        sys.excepthook(type(error), error, None)  # as where a script ends by it
+        report("error", error=error)
+        sys.excepthook(type(error), error, None)  # as if the error had ended a script
         status = 1
     atexit._run_exitfuncs()
     del store
     os._exit(status)
 
 
-def _prepare(post: Post) -> TCPStore:
+def _init_process_group(args: RankArgs) -> TCPStore:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    sys.excepthook = lambda *_: None  # errors are told, not printed
+    sys.excepthook = lambda *_: None  # errors are reported to the parent, not printed
     torch.set_num_threads(1)
-    store = connect_store(post.port)
-    if post.mode == STORE_ON_RANK_0:
-        store = _served_by_rank_0(post, store)
+    store = connect_store(args.port)
+    if args.mode == STORE_ON_RANK_0:
+        store = _store_on_rank_0(args, store)
     dist.init_process_group(
         "gloo",
-        store=PrefixStore(post.run, store),
-        rank=post.rank,
-        world_size=post.world_size,
-        timeout=timedelta(seconds=post.timeout),
+        store=PrefixStore(args.run, store),
+        rank=args.rank,
+        world_size=args.world_size,
+        timeout=timedelta(seconds=args.timeout),
     )
     return store
 
 
-def _served_by_rank_0(post: Post, outside: TCPStore) -> TCPStore:
-    """One that ends with it, as where torchrun does not serve it."""
-    if post.rank == 0:
+def _store_on_rank_0(args: RankArgs, outside: TCPStore) -> TCPStore:
+    """Return a store that ends with rank 0, as without torchrun."""
+    if args.rank == 0:
         store = open_store()
-        outside.set(f"{post.run}/port", str(store.port))
+        outside.set(f"{args.run}/port", str(store.port))
         return store
-    return connect_store(int(outside.get(f"{post.run}/port")))
+    return connect_store(int(outside.get(f"{args.run}/port")))
 
 
-def _insist(work: _Work, tell: Callable[..., None]) -> None:
-    """Begin anew from the last checkpoint after what all ranks have been told of: once."""
+def _run_with_one_restart(script: _TrainingScript, report: Callable[..., None]) -> None:
+    """After an error that all ranks raised, restart once from the last checkpoint."""
     try:
-        work.run()
+        script.run()
     except (ZeroError, InjectedError, RuntimeError, ValueError) as error:
-        if isinstance(error, RankLostError) or work.is_users_own:
+        if isinstance(error, RankLostError) or script.is_in_user_code:
             raise
-        tell("error", error=error)
-        work.run()
+        report("error", error=error)
+        script.run()
 
 
-class _Work:
-    """What a script of a user does."""
+class _TrainingScript:
+    """A user's training script."""
 
-    def __init__(self, post: Post, trap: Trap, tell: Callable[..., None]) -> None:
-        self._post, self._trap, self._tell = post, trap, tell
-        self.is_users_own = False
-        """What is raised is raised by the user's own code, and no other rank knows of it."""
+    def __init__(self, args: RankArgs, trap: Trap, report: Callable[..., None]) -> None:
+        self._args, self._trap, self._report = args, trap, report
+        self.is_in_user_code = False
+        """Whether an injected error comes from user code: other ranks do not see it."""
 
     def run(self) -> None:
         torch.manual_seed(0)
-        trap, post = self._trap, self._post
+        trap, args = self._trap, self._args
         model = nn.Sequential(nn.Linear(10, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 4))
-        if trap.misshapes(Place.CONSTRUCTOR):
+        if trap.fire_if_misshapen(Place.CONSTRUCTOR):
             model[2] = nn.Linear(12, 12, bias=False)
-        forward, optimizer = MODES[post.mode](model, _fragile(trap))
+        forward, optimizer = MODES[args.mode](model, _make_trapped_class(trap))
         trap.step = step = self._load(model, optimizer)
-        self._tell("began", step)
-        while step < post.steps:
+        self._report("began", step)
+        while step < args.steps:
             self._train(forward, optimizer, step)
             trap.step = step = step + 1
-            if step == CONSOLIDATED:
-                if trap.misshapes(Place.CONSOLIDATION):
-                    trap.inner.spoil()
+            if step == CONSOLIDATION_STEP:
+                if trap.fire_if_misshapen(Place.CONSOLIDATION):
+                    trap.inner.misshape_state()
                 optimizer.full_state_dict(to=0)
-            if step % SAVED_EVERY == 0:
-                checkpoint.save(post.folder, step=step, model=model, optimizer=optimizer, keep=2)
-                self._tell("saved", step)
-        self._tell("done", step, _digest(model, optimizer))
+            if step % SAVE_EVERY == 0:
+                checkpoint.save(args.folder, step=step, model=model, optimizer=optimizer, keep=2)
+                self._report("saved", step)
+        self._report("done", step, _digest(model, optimizer))
 
     def _load(self, model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> int:
-        if checkpoint.latest(self._post.folder) is None:
+        if checkpoint.latest(self._args.folder) is None:
             return 0
-        return checkpoint.load(self._post.folder, model=model, optimizer=optimizer).step or 0
+        return checkpoint.load(self._args.folder, model=model, optimizer=optimizer).step or 0
 
     def _train(self, forward: Callable[[torch.Tensor], torch.Tensor], optimizer: Any, step: int) -> None:
-        draw = torch.Generator().manual_seed(100 * step + self._post.rank)
-        self.is_users_own = True
-        loss = forward(torch.randn(3, 10, generator=draw).requires_grad_()).square().sum()
-        grad = torch.ones(()) if not self._trap.spring(Place.BACKWARD) else torch.ones(3)
+        generator = torch.Generator().manual_seed(100 * step + self._args.rank)
+        self.is_in_user_code = True
+        loss = forward(torch.randn(3, 10, generator=generator).requires_grad_()).square().sum()
+        grad = torch.ones(()) if not self._trap.fire(Place.BACKWARD) else torch.ones(3)
         torch.autograd.backward(loss, grad)
-        self.is_users_own = False
-        self._trap.is_armed = True  # not for steps by which the library gets to know the class
+        self.is_in_user_code = False
+        self._trap.is_armed = True  # not while the library probes the class
         optimizer.step()
         self._trap.is_armed = False
         optimizer.zero_grad()
 
 
-def _fragile(trap: Trap) -> type[torch.optim.Optimizer]:
-    class Fragile(torch.optim.AdamW):
+def _make_trapped_class(trap: Trap) -> type[torch.optim.Optimizer]:
+    class TrappedAdamW(torch.optim.AdamW):
         def step(self, *arguments: Any, **options: Any) -> Any:
             if trap.is_armed:
                 trap.inner = self
-                if trap.spring(Place.INNER_STEP):
-                    self.spoil()
+                if trap.fire(Place.INNER_STEP):
+                    self.misshape_state()
             return super().step(*arguments, **options)
 
-        def spoil(self) -> None:
-            """State that has a wrong shape."""
+        def misshape_state(self) -> None:
+            """Give a tensor of the state a wrong shape."""
             state = next(iter(self.state.values()))
             state["exp_avg"] = state["exp_avg"][1:]
 
-    return Fragile
+    return TrappedAdamW
 
 
 def _digest(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> str:
-    """Of parameters on every rank, of all state on rank 0."""
+    """Return a digest of the parameters, and of the full state on rank 0."""
     params = b"".join(param.detach().numpy().tobytes() for param in model.parameters())
-    state = pickle.dumps(map_tensors(optimizer.full_state_dict(to=0), lambda it: (it.dtype, it.numpy().tobytes())))
+    full_state = map_tensors(optimizer.full_state_dict(to=0), lambda tensor: (tensor.dtype, tensor.numpy().tobytes()))
+    state = pickle.dumps(full_state)
     digests: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, (hashlib.sha256(params).hexdigest(), hashlib.sha256(state).hexdigest()))
     assert len({first for first, _ in digests}) == 1, "ranks have different parameters"
     return f"{digests[0]}"
 
 
-LOOKING: dict[str, Any] = {
+ALL_CHECKS: dict[str, Any] = {
     "peer_checkpoint": PeerCheckpoint(every=2),
     "consistency_check": ConsistencyCheck(),
     "nonfinite": NonFiniteGrads("skip"),
 }
-"""With all that looks, and copies, in between."""
+"""Options with all periodic checks and peer checkpoints."""
 STORE_ON_RANK_0 = "store on rank 0"
-Made = tuple[Callable[[torch.Tensor], torch.Tensor], ZeroRedundancyOptimizer]
+ForwardAndOptimizer = tuple[Callable[[torch.Tensor], torch.Tensor], ZeroRedundancyOptimizer]
 
 
-def _sharded(model: nn.Module, optimizer_class: Any, **options: Any) -> Made:
-    ranks = {key: options.pop(key) for key in ("shard_group_size",) if key in options}
+def _make_sharded(model: nn.Module, optimizer_class: Any, **options: Any) -> ForwardAndOptimizer:
+    group_options = {key: options.pop(key) for key in ("shard_group_size",) if key in options}
     config = ZeroConfig(partition=FlatShards(bucket_bytes=256), **options)
-    return model, shard(model, optimizer_class, lr=0.01, config=config, **ranks)
+    return model, shard(model, optimizer_class, lr=0.01, config=config, **group_options)
 
 
-def _drop_in(model: nn.Module, optimizer_class: Any) -> Made:
-    # Else DDP divides gradients anew after its first pass, and adds up in another order from then on.
+def _make_drop_in(model: nn.Module, optimizer_class: Any) -> ForwardAndOptimizer:
+    # Otherwise DDP rebuilds its buckets after the first pass, which changes the summation order.
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     return wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), optimizer_class, lr=0.01)
 
 
-MODES: dict[str, Callable[[nn.Module, Any], Made]] = {
-    "shard": _sharded,
-    "overlapped": lambda model, kind: _sharded(model, kind, overlap_param_gather=True, **LOOKING),
-    "hybrid": lambda model, kind: _sharded(model, kind, shard_group_size=2),
-    "drop-in": _drop_in,
-    STORE_ON_RANK_0: _sharded,
+MODES: dict[str, Callable[[nn.Module, Any], ForwardAndOptimizer]] = {
+    "shard": _make_sharded,
+    "overlapped": lambda model, cls: _make_sharded(model, cls, overlap_param_gather=True, **ALL_CHECKS),
+    "hybrid": lambda model, cls: _make_sharded(model, cls, shard_group_size=2),
+    "drop-in": _make_drop_in,
+    STORE_ON_RANK_0: _make_sharded,
 }
 
 
-# ---- One fault after the other, and the outcome of each
+# ---- The outcome of each fault
 
 RANKS = 4
 TIMEOUT = 30.0
-"""Of the process group. Whoever knows earlier has not waited for it."""
-SHORT = 5.0
-"""The same where a rank is stopped, which is known by waiting only."""
+"""Timeout of the process group. A rank that raises earlier did not wait for it."""
+SHORT_TIMEOUT = 5.0
+"""Timeout of the process group if a rank is stopped, which only the timeout detects."""
 MARGIN = 15.0
-"""Seconds that a busy machine may add. A rank that hangs would take longer."""
-ENDING = 7.0
-"""Seconds in which processes end once all of them have raised: one at most, if a thread waits in vain; the rest is what
-a busy machine may add. Nobody is to wait for the 10 seconds in which something may still be received."""
+"""Seconds that a busy machine may add. A hanging rank takes longer."""
+EXIT_TIMEOUT = 7.0
+"""Seconds within which processes exit after all have raised: at most one if a thread never gets its message, plus what
+a busy machine adds. No process may wait for the 10 seconds during which threads can still receive."""
 _FATAL = (Kind.KILLED, Kind.STOPPED, Kind.CUT)
 
 
 class Outcome(NamedTuple):
-    """What came of one fault."""
+    """The outcome of one fault."""
 
     fault: Fault
     mode: str
-    saw: tuple[str, ...]
-    """Kinds of errors on the other ranks."""
+    errors: tuple[str, ...]
+    """Error classes on the other ranks."""
     seconds: float
-    """Until every other rank knew; 0 if nobody had to know."""
+    """Seconds until every other rank had raised; 0 if none had to."""
     restarted: bool
 
 
 class Matrix:
-    """Runs faults, each in a job of its own."""
+    """Runs each fault in its own job."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._store = folder, open_store()
-        self._numbers = count()
+        self._run_numbers = count()
 
     def inject(self, fault: Fault, mode: str) -> Outcome:
-        """Raises `AssertionError` where something hung, was lost, or came out different."""
-        folder = self._fresh_folder(fault, mode)
-        timeout = SHORT if fault.kind is Kind.STOPPED else TIMEOUT
-        told = run_job(self._store.port, folder, mode, RANKS, fault, timeout=timeout)
-        assert told.fired is not None, "it did not happen"
-        assert not told.stuck, f"ranks {told.stuck} hang: {told.news}"
+        """Run one fault. Raises `AssertionError` if ranks hang, a checkpoint is lost, or results differ."""
+        folder = self._make_folder(fault, mode)
+        timeout = SHORT_TIMEOUT if fault.kind is Kind.STOPPED else TIMEOUT
+        result = run_job(self._store.port, folder, mode, RANKS, fault, timeout=timeout)
+        assert result.fired_at is not None, "the fault did not happen"
+        assert not result.stuck, f"ranks {result.stuck} hang: {result.messages}"
         others = [rank for rank in range(RANKS) if rank != fault.rank]
-        errors = [told.of(rank, "error") for rank in others]
+        errors = [result.messages_of(rank, "error") for rank in others]
         if fault.kind is Kind.SLOW:
-            assert not any(errors), f"slowness is no error: {errors}"
+            assert not any(errors), f"a slow rank must not cause errors: {errors}"
         else:
-            assert all(errors), f"a rank knows of nothing: {told.news}"
-        self._require_the_same_end(told, folder, mode)
+            assert all(errors), f"a rank did not raise: {result.messages}"
+        self._assert_same_result(result, folder, mode)
         if fault.kind in _FATAL:
-            _require_names(told, fault, mode)
-        seconds = max((news[0].time - told.fired for news in errors if news), default=0.0)
+            _assert_lost_rank_is_named(result, fault, mode)
+        seconds = max((messages[0].time - result.fired_at for messages in errors if messages), default=0.0)
         # Hazard: gloo does not wake a sender whose own connections have closed. That rank raises at the timeout.
-        own = told.of(fault.rank, "error") if fault.kind is Kind.CUT else []
-        raised = max((news[-1].time for news in [*errors, own] if news), default=told.ended)
-        assert fault.kind not in _FATAL or told.ended - raised < ENDING, "ranks that have raised do not end"
-        assert seconds < (SHORT + MARGIN if fault.kind is Kind.STOPPED else TIMEOUT)
-        saw = tuple(sorted({news[0].text.partition(":")[0] for news in errors if news}))
-        return Outcome(fault, mode, saw, seconds, restarted=not told.is_done)
+        own = result.messages_of(fault.rank, "error") if fault.kind is Kind.CUT else []
+        raised = max((messages[-1].time for messages in [*errors, own] if messages), default=result.ended)
+        assert fault.kind not in _FATAL or result.ended - raised < EXIT_TIMEOUT, "ranks that raised do not exit"
+        assert seconds < (SHORT_TIMEOUT + MARGIN if fault.kind is Kind.STOPPED else TIMEOUT)
+        classes = tuple(sorted({messages[0].text.partition(":")[0] for messages in errors if messages}))
+        return Outcome(fault, mode, classes, seconds, restarted=not result.is_done)
 
-    def _require_the_same_end(self, told: Told, folder: Path, mode: str) -> None:
-        if not told.is_done:
-            again = run_job(self._store.port, folder, mode, RANKS)
-            assert again.is_done, f"it does not go on: {again.news}"
-            assert again.began >= told.saved, "a finished checkpoint was lost"
-            told = again
-        assert told.digests == self.undisturbed(mode), "it came out different"
+    def _assert_same_result(self, result: JobResult, folder: Path, mode: str) -> None:
+        if not result.is_done:
+            resumed = run_job(self._store.port, folder, mode, RANKS)
+            assert resumed.is_done, f"the job does not resume: {resumed.messages}"
+            assert resumed.first_step >= result.last_saved_step, "a finished checkpoint was lost"
+            result = resumed
+        assert result.digests == self.digests_without_fault(mode), "results differ"
 
     @cache  # noqa: B019 (lives as long as the tests)
-    def undisturbed(self, mode: str) -> frozenset[str]:
+    def digests_without_fault(self, mode: str) -> frozenset[str]:
         with TemporaryDirectory(dir=self._folder) as folder:
             return frozenset(run_job(self._store.port, Path(folder, "run"), mode, RANKS).digests)
 
-    def _fresh_folder(self, fault: Fault, mode: str) -> Path:
-        folder = self._folder / f"run{next(self._numbers)}"
+    def _make_folder(self, fault: Fault, mode: str) -> Path:
+        folder = self._folder / f"run{next(self._run_numbers)}"
         if fault.place is Place.LOAD:
-            shutil.copytree(self.saved(mode), folder)
+            shutil.copytree(self.checkpoint_folder(mode), folder)
         return folder
 
     @cache  # noqa: B019
-    def saved(self, mode: str) -> Path:
-        """A folder with a checkpoint from the middle of a run."""
+    def checkpoint_folder(self, mode: str) -> Path:
+        """Return a directory with a checkpoint from the middle of a run."""
         folder = self._folder / f"saved-{mode}"
-        run_job(self._store.port, folder, mode, RANKS, steps=2 * SAVED_EVERY)
+        run_job(self._store.port, folder, mode, RANKS, steps=2 * SAVE_EVERY)
         return folder
 
 
-def _require_names(told: Told, fault: Fault, mode: str) -> None:
-    """Who is missing is named where ranks learn it from us, and not by an error of torch's in DDP's backward pass."""
-    texts = [it.text for rank in range(RANKS) if rank != fault.rank for it in told.of(rank, "error")]
-    lost = [text for text in texts if text.startswith("RankLostError")]
-    assert mode == "drop-in" or len(lost) == len(texts), f"a rank was not told who is missing: {texts}"
-    named = re.compile(rf"ranks? [\d, ]*\b{fault.rank}\b[\d, ]* of")
+def _assert_lost_rank_is_named(result: JobResult, fault: Fault, mode: str) -> None:
+    """Check that our errors name the lost rank. Errors of torch in DDP's backward pass do not."""
+    texts = [
+        message.text for rank in range(RANKS) if rank != fault.rank for message in result.messages_of(rank, "error")
+    ]
+    ours = [text for text in texts if text.startswith("RankLostError")]
+    assert mode == "drop-in" or len(ours) == len(texts), f"a rank does not name the lost rank: {texts}"
+    lost_rank = re.compile(rf"ranks? [\d, ]*\b{fault.rank}\b[\d, ]* of")
     if mode == STORE_ON_RANK_0 and fault.kind in (Kind.KILLED, Kind.STOPPED):
-        _require_no_verdict(told, texts)
+        _assert_no_rank_is_named(result, texts)
         return
-    told_of = [text for text in lost if named.search(text.partition("\n")[0])]
-    if fault.kind is not Kind.CUT:  # in which all ranks are there
-        assert len(told_of) == len(lost), f"the missing rank is not named: {texts}"
+    naming = [text for text in ours if lost_rank.search(text.partition("\n")[0])]
+    if fault.kind is not Kind.CUT:  # then all ranks are alive
+        assert len(naming) == len(ours), f"the lost rank is not named: {texts}"
 
 
-def _require_no_verdict(told: Told, texts: Sequence[str]) -> None:
-    """Ranks that cannot hear of each other say so, and take nobody for lost."""
-    assert all("the store of the job does not answer" in text for text in texts), texts
-    assert not [it for news in told.news for it in news if it.lost], f"ranks that live are taken for lost: {texts}"
+def _assert_no_rank_is_named(result: JobResult, texts: Sequence[str]) -> None:
+    """Check that ranks that lost the store say so, and report no rank as lost."""
+    assert all("the job's store does not answer" in text for text in texts), texts
+    reporting = [message for messages in result.messages for message in messages if message.lost]
+    assert not reporting, f"live ranks are reported as lost: {texts}"
 
 
 def cells() -> list[tuple[Kind, Place, str]]:
-    """DDP reduces gradients of the drop-in: what happens there is not ours."""
+    """Return all cases. Under the drop-in DDP reduces gradients, so faults there are not tested."""
     every = [(kind, place, mode) for mode in MODES for kind in Kind for place in Place]
-    return [it for it in every if it[1:] != (Place.REDUCTION, "drop-in")]
+    return [cell for cell in every if cell[1:] != (Place.REDUCTION, "drop-in")]

@@ -1,6 +1,6 @@
-"""The page docs/faults.md, written by `make faults` from what the fault tests have recorded.
+"""Write docs/faults.md from the records of the fault tests. Run by `make faults`.
 
-With `--forget`, records of earlier runs are deleted and nothing is written.
+With `--forget`, delete the records of earlier runs and write nothing.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.support.fault_injection import MODES, RANKS, SHORT, TIMEOUT, Fault, Kind, Outcome, Place
+from tests.support.fault_injection import MODES, RANKS, SHORT_TIMEOUT, TIMEOUT, Fault, Kind, Outcome, Place
 
 # ---- Records
 
 FOLDER = "ZEROSHARD_RECORDS"
-_ENDING = ".record.json"
+_RECORD_SUFFIX = ".record.json"
 
 
 @dataclass(frozen=True)
 class Record:
-    """`known`, `ended`: seconds from what was done until all ranks that live had raised an error, and had ended; None
-    where nothing was to be known."""
+    """The result of a case with several hosts.
+
+    `known`, `ended`: seconds from the fault until all surviving ranks had raised an error, and until they had exited.
+    None if there was no fault to detect.
+    """
 
     case: str
     injected: str
@@ -37,227 +40,246 @@ class Record:
     ended: float | None = None
 
     def keep(self) -> None:
-        """One file a case, so that each can be renewed alone."""
+        """Write one file per case, so that each can be recorded separately."""
         folder = os.environ.get(FOLDER)
         if folder:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            name = "".join(letter if letter.isalnum() else "-" for letter in self.case)
-            (Path(folder) / f"{name}{_ENDING}").write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+            name = "".join(char if char.isalnum() else "-" for char in self.case)
+            (Path(folder) / f"{name}{_RECORD_SUFFIX}").write_text(
+                json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8"
+            )
 
 
 def read_records(folder: Path) -> list[Record]:
-    """All that were kept, by case."""
-    found = (json.loads(path.read_text(encoding="utf-8")) for path in folder.glob(f"*{_ENDING}"))
-    return sorted((Record(**it) for it in found), key=lambda record: record.case)
+    """Return all records, sorted by case."""
+    contents = (json.loads(path.read_text(encoding="utf-8")) for path in folder.glob(f"*{_RECORD_SUFFIX}"))
+    return sorted((Record(**values) for values in contents), key=lambda record: record.case)
 
 
 # ---- The page
 
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
-_OUTCOMES, _COUNTS, _LONG = "outcomes.json", "counts.json", "long_runs.json"
+_OUTCOMES_FILE, _COUNTS_FILE, _LONG_RUNS_FILE = "outcomes.json", "counts.json", "long_runs.json"
 FEWEST = 500
-"""Faults whose survivors were watched until they had raised an error, or had ended."""
+"""Minimum number of faults whose survivors were observed until they had raised an error or exited."""
 SLOWEST = 2.0
-"""Seconds until all others know of a rank that was killed, and whose connections the kernel has closed."""
+"""Maximum seconds until all others detect a killed rank, whose connections the kernel has closed."""
 
 # ruff: noqa: E501 (a page)
 _HEAD = f"""# Faults
 
-Written by `make faults`, which puts faults into real jobs: do not edit. gloo, torch {torch.__version__}, {os.cpu_count()} cores.
+Written by `make faults`, which injects faults into real jobs. Do not edit. gloo, torch {torch.__version__}, {os.cpu_count()} cores.
 
-**{{count}} faults: 0 silent differences, 0 lost checkpoints. In {{watched}} of them all survivors were watched until they had raised an error or ended: 0 hangs beyond the timeout. A rank that was killed was known to all others after {{worst:.2f}} s at most.** A hang, a difference or a lost checkpoint would have failed the run. No page is written of fewer than {FEWEST} faults that were watched, or if a killed rank was known after {SLOWEST:g} s or later.
+**{{count}} faults: 0 silent differences, 0 lost checkpoints.** In {{watched}} of them the test observed all survivors until they had raised an error or exited: 0 hangs beyond the timeout. A killed rank was detected by all others within {{worst:.2f}} s.
 
-## One rank out of {RANKS}
+A hang, a difference or a lost checkpoint fails the run. The page is written only if at least {FEWEST} faults were observed and every killed rank was detected in less than {SLOWEST:g} s.
 
-Each job trains, consolidates and saves in turn, in one of {len(MODES)} ways ({", ".join(MODES)}). At some step one rank has a fault, somewhere. *What the others saw* are the errors on all other ranks, with the ways in brackets where not all of them saw it; *until all knew* the seconds from
-the fault until the last of them had its error in hand: median and worst. A rank that is stopped can only be known by waiting: the timeout of the process group is {SHORT:g} s there, and {TIMEOUT:g} s in all other rows.
-A `RuntimeError` is torch's own, of DDP. Where the error was one for all ranks and connections are whole, the job goes on by itself, from the last checkpoint; else all processes are started again. Either way its end is
-compared with that of a job that nothing happened to: parameters and state have the same bits. What is slow is waited for; a wrong shape is that of a tensor.
-The way named overlapped has `ConsistencyCheck`, `NonFiniteGrads` and `PeerCheckpoint` on top.
+## One faulty rank out of {RANKS}
 
-| one rank | in | faults | what the others saw | until all knew, s | afterwards | lost |
+Each job trains, consolidates its state and saves checkpoints, in one of {len(MODES)} modes: {", ".join(MODES)}. One rank has a fault in a random step, in the phase that the table names.
+
+- *Errors on the other ranks*: modes are in parentheses if not all of them raised this error. `RuntimeError` comes from torch's DDP.
+- *Detected after*: seconds from the fault until the last of the other ranks had raised, median / maximum. Only the timeout of the process group detects a stopped rank: it is {SHORT_TIMEOUT:g} s in these rows and {TIMEOUT:g} s in all others.
+- *Then*: if all ranks raised the same error and their connections still work, the job continues in its processes, from the last checkpoint. Otherwise all processes are restarted.
+
+Either way the final parameters and state are bit-identical to those of a job without faults. The others wait for a slow rank. A wrong shape is the shape of a tensor.
+The overlapped mode also uses `ConsistencyCheck`, `NonFiniteGrads` and `PeerCheckpoint`.
+
+| one rank | phase | faults | errors on the other ranks | detected after, s | then | lost |
 |---|---|---|---|---|---|---|
 """
 _HOSTS = """
 ## Hosts
 
-Hosts are network namespaces with addresses of their own; the timeout of the process group is 5 s. A link that is cut, or a host that vanishes, closes no connection: the others know when the timeout is over. *Ended*: until all processes had.
-After a restart all parameters and all state have the bits of a run without a break.
+Hosts are network namespaces with their own addresses. The timeout of the process group is 5 s. A cut link or a lost host closes no connection, so the other ranks detect it at the timeout. *Exited after*: seconds until all processes had exited.
+After a restart all parameters and all state are bit-identical to those of an uninterrupted run.
 
-| hosts | what was done | what ranks saw | until all knew, s | ended, s |
+| case | fault or option | result | detected after, s | exited after, s |
 |---|---|---|---|---|
 """
 _NO_HOSTS = "| none | this machine permits no network namespaces | | | |\n"
 _SECTIONS = {
     "killed": """
-## Killed while saving, and with a second copy
+## Killed while saving
 
-Ranks that save all the time are killed with all others moments later, which are not watched: what counts is the folder that they leave. Those with a second copy are watched until they have raised `RankLostError`, and go on in their processes.
+All ranks save continuously. One rank or all of them are killed at a random time, and the rest moments later. These survivors are not observed: the test checks the directory that the job leaves behind.
 
-| jobs | what was done | kills | until all knew, s | lost |
+| job | fault | kills | detected after, s | lost |
+|---|---|---|---|---|
+""",
+    "peers": """
+## Peer checkpoints
+
+Ranks with peer checkpoints are killed while they train. The survivors are observed until they raise `RankLostError`. They resume in the same processes from their peers' snapshots.
+
+| job | fault | kills | detected after, s | lost |
 |---|---|---|---|---|
 """,
     "elastic": """
-## Fewer ranks, and more
+## Elastic jobs
 
-Under torchrun. The job goes on from its last checkpoint with the ranks that are there; its end has the bits of the plain optimizer that took the same steps for as many ranks.
+Jobs under torchrun lose and gain ranks. A job resumes from its last checkpoint with the ranks that it has. Its final state is bit-identical to that of a plain optimizer that takes the same steps for as many ranks.
 
-| jobs | what was done | kills | until all knew, s | lost |
+| job | fault | kills | detected after, s | lost |
 |---|---|---|---|---|
 """,
     "flips": """
 ## Flipped bits
 
-Of parameters, at any place, on one rank, and none of them a fault that is counted above.
+One bit of a parameter is flipped on one rank, at a random position. These are not counted as faults above.
 
-| jobs | what was done | bits | | found |
+| job | fault | bits | | detected |
 |---|---|---|---|---|
 """,
     "timings": """
-## Other timings
+## Random delays
 
-The same training with messages, threads and locks delayed at random, apart on each rank. No faults, and not counted above.
+The same training with random delays of messages, threads and locks, different on each rank. These are no faults and not counted above.
 
-| jobs | what was done | timings | | different bits |
+| job | compared | runs | | different bits |
 |---|---|---|---|---|
 """,
 }
-_ENDS = {"went on": False, "restarted": True}
-_END = {"killed": "nothing", "elastic": "nothing", "flips": "all", "timings": "none"}
+_ENDS = {"continued": False, "restarted": True}
+_LAST_CELLS = {"killed": "nothing", "peers": "nothing", "elastic": "nothing", "flips": "all", "timings": "none"}
 _LONG_RUN = """
 ## A long run
 
-{steps:,} steps at 4 ranks, twice, with other pauses on each rank; written by `make long`. In their order, which a seed decides: {events}. Digests of all parameters and all state every 100 steps were the same in both runs, on all ranks.
+{steps:,} steps on 4 ranks, twice, with different random pauses on each rank; written by `make long`. A seed decides the order of the events: {events}. Digests of all parameters and all state, taken every 100 steps, were identical in both runs and on all ranks.
 
-| run | rank | seconds | memory at first, MiB | in the end, MiB | open files | threads | tensors |
+| run | rank | seconds | memory at the start, MiB | memory at the end, MiB | open files | threads | tensors |
 |---|---|---|---|---|---|---|---|
 """
 
 
 class Count(NamedTuple):
-    """That nothing was lost, so many times."""
+    """The number of faults of a case. Nothing was lost after any of them."""
 
     section: str
     case: str
     done: str
     number: int
     is_watched: bool = True
-    """All that were left were waited for. Else nobody could have seen one that hangs."""
+    """Whether the test waited for all survivors, so a hang would have been noticed."""
     known: float | None = None
-    """Seconds until all knew, at worst."""
+    """Seconds until all other ranks had raised, at worst."""
 
     @property
     def faults(self) -> int:
-        return self.number if self.section in ("killed", "elastic") else 0
+        return self.number if self.section in ("killed", "peers", "elastic") else 0
 
     @property
     def row(self) -> str:
         known = "" if self.known is None else f"{self.known:.2f}"
-        return f"| {self.case} | {self.done} | {self.number} | {known} | {_END[self.section]} |\n"
+        return f"| {self.case} | {self.done} | {self.number} | {known} | {_LAST_CELLS[self.section]} |\n"
 
 
 def keep_outcomes(outcomes: Sequence[Outcome]) -> None:
-    """For the page, if a folder for that is named."""
-    _write(_OUTCOMES, [[it.fault.kind.name, it.fault.place.name, *it[1:]] for it in outcomes])
+    """Record outcomes for the page, if a directory is set."""
+    _write(_OUTCOMES_FILE, [[outcome.fault.kind.name, outcome.fault.place.name, *outcome[1:]] for outcome in outcomes])
 
 
 def keep_count(count: Count) -> None:
-    """In the place of an earlier one of that case."""
-    found = [it for it in _counts() if (it.section, it.case) != (count.section, count.case)]
-    _write(_COUNTS, [*found, count])
+    """Record a count. Replaces an earlier one of the same case."""
+    others = [other for other in _read_counts() if (other.section, other.case) != (count.section, count.case)]
+    _write(_COUNTS_FILE, [*others, count])
 
 
 def forget() -> None:
-    """All but the long run, which is a run of its own."""
+    """Delete all records except that of the long run."""
     for file in _folder().glob("*.json") if os.environ.get(FOLDER) else ():
-        if file.name != _LONG:
+        if file.name != _LONG_RUNS_FILE:
             file.unlink()
 
 
 def write_page(target: Path = PAGE) -> None:
-    """Ends with a sentence where there is nothing to be shown, or not what is promised."""
-    outcomes = [_outcome(*it) for it in _read(_OUTCOMES) or []]
-    counts, hosts = _counts(), read_records(_folder())
-    numbers = _numbers(outcomes, counts, [it for it in hosts if it.known is not None])
-    parts = [_HEAD.format(**numbers), *_matrix(outcomes), _HOSTS, *map(_host_row, hosts)]
-    if not any(it.known is not None for it in hosts):
+    """Write the page. Exit with a message if records are missing or below the promised numbers."""
+    outcomes = [_make_outcome(*fields) for fields in _read(_OUTCOMES_FILE) or []]
+    counts, hosts = _read_counts(), read_records(_folder())
+    totals = _sum_up(outcomes, counts, [record for record in hosts if record.known is not None])
+    parts = [_HEAD.format(**totals), *_matrix_rows(outcomes), _HOSTS, *map(_host_row, hosts)]
+    if not any(record.known is not None for record in hosts):
         parts.append(_NO_HOSTS)
     for section, head in _SECTIONS.items():
-        rows = [it.row for it in counts if it.section == section]
+        rows = [count.row for count in counts if count.section == section]
         parts += [head, *rows] if rows else []
-    target.write_text("".join([*parts, *_long_run(target)]), encoding="utf-8")
+    target.write_text("".join([*parts, *_long_run_section(target)]), encoding="utf-8")
 
 
-def _numbers(outcomes: Sequence[Outcome], counts: Sequence[Count], hosts: Sequence[Record]) -> dict[str, Any]:
+def _sum_up(outcomes: Sequence[Outcome], counts: Sequence[Count], hosts: Sequence[Record]) -> dict[str, Any]:
     if not outcomes:
         sys.exit("no faults were recorded: run `make faults`")
-    killed = [it.seconds for it in outcomes if it.fault.kind is Kind.KILLED]
-    worst = max([*killed, *(it.known for it in counts if it.known is not None)], default=0.0)
-    watched = len(outcomes) + len(hosts) + sum(it.faults for it in counts if it.is_watched)
+    killed = [outcome.seconds for outcome in outcomes if outcome.fault.kind is Kind.KILLED]
+    worst = max([*killed, *(count.known for count in counts if count.known is not None)], default=0.0)
+    watched = len(outcomes) + len(hosts) + sum(count.faults for count in counts if count.is_watched)
     if watched < FEWEST:
-        sys.exit(f"only {watched} faults were watched: expected {FEWEST} or more. No page is written.")
+        sys.exit(f"only {watched} faults were observed: expected {FEWEST} or more. The page is not written.")
     if worst >= SLOWEST:
         sys.exit(
-            f"a killed rank was known to all after {worst:.2f} s: expected less than {SLOWEST:g} s. No page is written."
+            f"a killed rank was detected after {worst:.2f} s: expected less than {SLOWEST:g} s. "
+            "The page is not written."
         )
-    return {"count": watched + sum(it.faults for it in counts if not it.is_watched), "watched": watched, "worst": worst}
+    unwatched = sum(count.faults for count in counts if not count.is_watched)
+    return {"count": watched + unwatched, "watched": watched, "worst": worst}
 
 
-def _counts() -> list[Count]:
-    return [Count(*it) for it in _read(_COUNTS) or []]
+def _read_counts() -> list[Count]:
+    return [Count(*fields) for fields in _read(_COUNTS_FILE) or []]
 
 
-def _host_row(it: Record) -> str:
-    known, ended = ("" if seconds is None else f"{seconds:.1f}" for seconds in (it.known, it.ended))
-    return f"| {it.case} | {it.injected} | {it.seen} | {known} | {ended} |\n"
+def _host_row(record: Record) -> str:
+    known, ended = ("" if seconds is None else f"{seconds:.1f}" for seconds in (record.known, record.ended))
+    return f"| {record.case} | {record.injected} | {record.seen} | {known} | {ended} |\n"
 
 
-def _outcome(kind: str, place: str, *rest: Any) -> Outcome:
-    return Outcome(Fault(Kind[kind], Place[place], 0, 0), *rest)
+def _make_outcome(kind: str, place: str, *others: Any) -> Outcome:
+    return Outcome(Fault(Kind[kind], Place[place], 0, 0), *others)
 
 
-def _matrix(outcomes: Sequence[Outcome]) -> list[str]:
+def _matrix_rows(outcomes: Sequence[Outcome]) -> list[str]:
     by_cell: dict[tuple[Kind, Place], list[Outcome]] = defaultdict(list)
-    for it in outcomes:
-        by_cell[it.fault.kind, it.fault.place].append(it)
-    return [_row(kind, place, by_cell[kind, place]) for kind in Kind for place in Place if by_cell[kind, place]]
+    for outcome in outcomes:
+        by_cell[outcome.fault.kind, outcome.fault.place].append(outcome)
+    return [_matrix_row(kind, place, by_cell[kind, place]) for kind in Kind for place in Place if by_cell[kind, place]]
 
 
-def _row(kind: Kind, place: Place, outcomes: Sequence[Outcome]) -> str:
-    names = sorted({name for it in outcomes for name in it.saw})
-    times = [it.seconds for it in outcomes]
+def _matrix_row(kind: Kind, place: Place, outcomes: Sequence[Outcome]) -> str:
+    names = sorted({name for outcome in outcomes for name in outcome.errors})
+    times = [outcome.seconds for outcome in outcomes]
     known = f"{median(times):.2f} / {max(times):.2f}" if names else ""
-    saw = [(f"`{name}`", [it for it in outcomes if name in it.saw]) for name in names]
-    saw.append(("nothing", [it for it in outcomes if not it.saw]))
-    ends = [(end, [it for it in outcomes if it.restarted == is_so]) for end, is_so in _ENDS.items()]
-    return f"| {kind.value} | {place.value} | {len(outcomes)} | {_ways(saw, outcomes)} | {known} | {_ways(ends, outcomes)} | nothing |\n"
+    errors = [(f"`{name}`", [outcome for outcome in outcomes if name in outcome.errors]) for name in names]
+    errors.append(("none", [outcome for outcome in outcomes if not outcome.errors]))
+    ends = [(end, [outcome for outcome in outcomes if outcome.restarted == flag]) for end, flag in _ENDS.items()]
+    return f"| {kind.value} | {place.value} | {len(outcomes)} | {_list_with_modes(errors, outcomes)} | {known} | {_list_with_modes(ends, outcomes)} | nothing |\n"
 
 
-def _ways(shown: Sequence[tuple[str, Sequence[Outcome]]], outcomes: Sequence[Outcome]) -> str:
-    """What there was, with the ways in which it was so if that is not all of them, each time."""
-    every, texts = Counter(it.mode for it in outcomes), []
-    for text, those in shown:
-        found = Counter(it.mode for it in those)
-        ways = [
-            way if found[way] == every[way] else f"{way} {found[way]} of {every[way]}" for way in MODES if found[way]
+def _list_with_modes(results: Sequence[tuple[str, Sequence[Outcome]]], outcomes: Sequence[Outcome]) -> str:
+    """List results. Those that not all outcomes had are followed by their modes."""
+    total, texts = Counter(outcome.mode for outcome in outcomes), []
+    for text, matching in results:
+        found = Counter(outcome.mode for outcome in matching)
+        modes = [
+            mode if found[mode] == total[mode] else f"{mode} {found[mode]} of {total[mode]}"
+            for mode in MODES
+            if found[mode]
         ]
-        if those:
-            texts.append(text if found == every else f"{text} ({', '.join(ways)})")
+        if matching:
+            texts.append(text if found == total else f"{text} ({', '.join(modes)})")
     return ", ".join(texts)
 
 
-def _long_run(target: Path) -> list[str]:
-    """As recorded; else what the page had of an earlier one stays."""
-    rows = _read(_LONG)
+def _long_run_section(target: Path) -> list[str]:
+    """Return the recorded long run. Without a record, keep the section of the existing page."""
+    rows = _read(_LONG_RUNS_FILE)
     if not rows:
         heading = "\n## A long run\n"
-        before = target.read_text(encoding="utf-8") if target.is_file() else ""
-        return [heading, before.partition(heading)[2]] if heading in before else []
+        page = target.read_text(encoding="utf-8") if target.is_file() else ""
+        return [heading, page.partition(heading)[2]] if heading in page else []
     events = ", ".join(f"{name} {count}" for name, count in rows[0]["events"].items())
-    return [_LONG_RUN.format(steps=rows[0]["steps"], events=events), *map(_long_row, rows)]
+    return [_LONG_RUN.format(steps=rows[0]["steps"], events=events), *map(_long_run_row, rows)]
 
 
-def _long_row(row: dict[str, Any]) -> str:
+def _long_run_row(row: dict[str, Any]) -> str:
     first, last = row["first"], row["last"]
     counts = " | ".join(f"{first[name]} → {last[name]}" for name in ("files", "threads", "tensors"))
     return f"| {row['run'] + 1} | {row['rank']} | {row['seconds']:.0f} | {first['rss'] / 2**20:.0f} | {last['rss'] / 2**20:.0f} | {counts} |\n"

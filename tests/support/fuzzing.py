@@ -13,21 +13,26 @@ from typing import Any
 import torch
 
 ROUNDS = float(os.environ.get("ZEROSHARD_FUZZ", "1"))
-"""How many times as many examples are tried."""
+"""Factor for the number of examples."""
 
 
 def rounds(count: int) -> int:
     return max(1, int(count * ROUNDS))
 
 
-class Stranger(torch.Tensor):
-    """A class of somebody's own."""
+def time_limit(seconds: float) -> float:
+    """Return the time limit of a test: it grows with the number of examples, on a busy machine too."""
+    return seconds * max(1.0, ROUNDS)
 
 
-PLAIN: list[Any] = [None, True, 0, -1, 10**30, 3.5, float("nan"), "x", "../x", "\ud800", "\x1b[2J", b"x", ()]
-PLAIN += [[], {}, [1], {"a": 1}, [[[[[]]]]], {"state": {}}, {1: {2: 3}}]
+class TensorSubclass(torch.Tensor):
+    """A user-defined tensor subclass."""
+
+
+ODD_VALUES: list[Any] = [None, True, 0, -1, 10**30, 3.5, float("nan"), "x", "../x", "\ud800", "\x1b[2J", b"x", ()]
+ODD_VALUES += [[], {}, [1], {"a": 1}, [[[[[]]]]], {"state": {}}, {1: {2: 3}}]
 ODD: list[Callable[[], Any]] = [
-    *(partial(copy.deepcopy, it) for it in PLAIN),
+    *(partial(copy.deepcopy, value) for value in ODD_VALUES),
     lambda: torch.ones(3),
     lambda: torch.ones(()),
     lambda: torch.full((2, 2), float("nan")),
@@ -35,33 +40,34 @@ ODD: list[Callable[[], Any]] = [
     lambda: torch.eye(3).to_sparse(),
     lambda: torch.ones(2, dtype=torch.complex64).conj(),
     lambda: torch.ones(1).expand(1 << 40),
-    lambda: torch.ones(2).as_subclass(Stranger),
+    lambda: torch.ones(2).as_subclass(TensorSubclass),
     lambda: torch.zeros(0),
 ]
+# Examples are drawn from the sorted names: keep their order.
 TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "meta": lambda it: it.to("meta"),
-    "sparse": lambda it: it.to_sparse(),
-    "sparse, pointing elsewhere": lambda it: torch.sparse_coo_tensor(
-        torch.full((it.dim(), 2), 1 << 40), torch.ones(2), it.shape, check_invariants=False
+    "meta": lambda tensor: tensor.to("meta"),
+    "sparse": lambda tensor: tensor.to_sparse(),
+    "sparse, out of range": lambda tensor: torch.sparse_coo_tensor(
+        torch.full((tensor.dim(), 2), 1 << 40), torch.ones(2), tensor.shape, check_invariants=False
     ),
-    "complex": lambda it: it.to(torch.complex64),
-    "whole numbers": lambda it: it.to(torch.int64),
-    "half": lambda it: it.half(),
-    "double": lambda it: it.double(),
-    "eight bits": lambda it: it.to(torch.float8_e4m3fn),
-    "flags": lambda it: it.bool(),
-    "not finite": lambda it: it * float("nan"),
-    "expanded": lambda it: torch.ones(()).expand(it.shape),
-    "turned": lambda it: it.mT.contiguous().mT if it.dim() > 1 else it,
-    "with gaps": lambda it: torch.stack([it, it], -1)[..., 0],
-    "of a class": lambda it: it.as_subclass(Stranger),
+    "complex": lambda tensor: tensor.to(torch.complex64),
+    "whole numbers": lambda tensor: tensor.to(torch.int64),
+    "half": lambda tensor: tensor.half(),
+    "double": lambda tensor: tensor.double(),
+    "eight bits": lambda tensor: tensor.to(torch.float8_e4m3fn),
+    "flags": lambda tensor: tensor.bool(),
+    "not finite": lambda tensor: tensor * float("nan"),
+    "expanded": lambda tensor: torch.ones(()).expand(tensor.shape),
+    "transposed": lambda tensor: tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor,
+    "with gaps": lambda tensor: torch.stack([tensor, tensor], -1)[..., 0],
+    "of a subclass": lambda tensor: tensor.as_subclass(TensorSubclass),
     "parameter": torch.nn.Parameter,
-    "flat": lambda it: it.reshape(-1),
-    "longer": lambda it: torch.cat([it.reshape(-1), it.reshape(-1)]),
-    "one": lambda it: it.reshape(-1)[:1],
-    "empty": lambda it: it.reshape(-1)[:0],
-    "more dimensions": lambda it: it[None],
-    "huge": lambda it: torch.ones(()).expand(*it.shape, 1 << 40),
+    "flat": lambda tensor: tensor.reshape(-1),
+    "longer": lambda tensor: torch.cat([tensor.reshape(-1), tensor.reshape(-1)]),
+    "one element": lambda tensor: tensor.reshape(-1)[:1],
+    "empty": lambda tensor: tensor.reshape(-1)[:0],
+    "more dimensions": lambda tensor: tensor[None],
+    "huge": lambda tensor: torch.ones(()).expand(*tensor.shape, 1 << 40),
 }
 KEYS: list[Any] = [
     "x",
@@ -80,76 +86,76 @@ KEYS: list[Any] = [
 KEYS += [None, 1.0, True, 10**30, (1, 2), ""]
 
 
-def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths to all that is in nested containers."""
-    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, part in parts:
-        yield (*at, key)
-        yield from places(part, (*at, key))
+def iter_paths(value: Any, prefix: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the paths of all values in nested containers."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in items:
+        yield (*prefix, key)
+        yield from iter_paths(child, (*prefix, key))
 
 
-def mutated(value: Any, draw: Random) -> Any:
-    """A copy with something dropped, doubled, renamed, exchanged, nested or replaced. Tensors are shared."""
-    result = _copied(value)
+def mutate(value: Any, draw: Random) -> Any:
+    """Return a copy with entries dropped, duplicated, renamed, swapped, nested or replaced. Tensors are shared."""
+    result = _copy_containers(value)
     for _ in range(draw.choice((1, 1, 1, 2, 4))):
-        found = list(places(result))
-        if not found:
+        paths = list(iter_paths(result))
+        if not paths:
             break
         depth = draw.choice((1, 2, 3, 9))
-        _change(result, draw.choice([path for path in found if len(path) <= depth]), draw)
+        _change_entry(result, draw.choice([path for path in paths if len(path) <= depth]), draw)
     return result
 
 
-def _copied(value: Any) -> Any:
+def _copy_containers(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _copied(part) for key, part in value.items()}
-    return [_copied(part) for part in value] if isinstance(value, list) else value
+        return {key: _copy_containers(child) for key, child in value.items()}
+    return [_copy_containers(child) for child in value] if isinstance(value, list) else value
 
 
-def _change(tree: Any, path: Sequence[Any], draw: Random) -> None:
+def _change_entry(tree: Any, path: Sequence[Any], draw: Random) -> None:
     for key in path[:-1]:
         tree = tree[key]
-    key, way = (
+    key, change = (
         path[-1],
         draw.choice(("drop", "replace", "replace", "tensor", "tensor", "rename", "double", "swap", "nest")),
     )
     value = tree[key]
-    if way == "drop":
+    if change == "drop":
         del tree[key]
-    elif way == "tensor" and isinstance(value, torch.Tensor):
+    elif change == "tensor" and isinstance(value, torch.Tensor):
         tree[key] = TENSORS[draw.choice(sorted(TENSORS))](value)
-    elif way == "swap":
+    elif change == "swap":
         other = draw.choice(list(tree) if isinstance(tree, dict) else range(len(tree)))
         tree[key], tree[other] = tree[other], tree[key]
-    elif way == "nest":
+    elif change == "nest":
         tree[key] = draw.choice(([value], {"x": value}, {0: value}, (value, value)))
-    elif way in ("rename", "double") and isinstance(tree, dict):
-        tree[draw.choice(KEYS)] = tree.pop(key) if way == "rename" else value
+    elif change in ("rename", "double") and isinstance(tree, dict):
+        tree[draw.choice(KEYS)] = tree.pop(key) if change == "rename" else value
     else:
         tree[key] = draw.choice(ODD)()
 
 
-def spoiled(content: bytes, draw: Random) -> bytes:
-    """Some bytes flipped, cut, added, moved or zeroed."""
+def corrupt_bytes(content: bytes, draw: Random) -> bytes:
+    """Return a copy with bytes flipped, removed, inserted, moved, zeroed or set to 255."""
     data = bytearray(content)
     for _ in range(draw.choice((1, 1, 2, 8))):
         start = draw.randrange(len(data) + 1)
         stop = min(len(data), start + draw.choice((1, 1, 4, 8, 100)))
-        way = draw.choice(("flip", "cut", "end", "insert", "move", "zero", "largest"))
-        if way == "flip" and start < len(data):
+        change = draw.choice(("flip", "cut", "truncate", "insert", "move", "zero", "fill with ones"))
+        if change == "flip" and start < len(data):
             data[start] ^= 1 << draw.randrange(8)
-        elif way == "cut":
+        elif change == "cut":
             del data[start:stop]
-        elif way == "end":
+        elif change == "truncate":
             del data[max(start, 1) :]
-        elif way == "insert":
+        elif change == "insert":
             data[start:start] = draw.randbytes(draw.choice((1, 4, 100)))
-        elif way == "move":
+        elif change == "move":
             to = draw.randrange(len(data) + 1)
             data[to : to + stop - start] = data[start:stop]
-        elif way == "zero":
+        elif change == "zero":
             data[start:stop] = bytes(stop - start)
-        elif way == "largest":
+        elif change == "fill with ones":
             data[start:stop] = b"\xff" * (stop - start)
     return bytes(data)
 
@@ -170,24 +176,24 @@ NAMES = [
 ]
 
 
-def spoil_directory(directory: Path, draw: Random) -> str:
-    """Change a checkpoint on the disk; says how."""
-    files = sorted(it for it in directory.iterdir() if it.is_file())
+def corrupt_directory(directory: Path, draw: Random) -> str:
+    """Corrupt a checkpoint on disk. Return a description."""
+    files = sorted(entry for entry in directory.iterdir() if entry.is_file())
     file = draw.choice(files)
-    way = draw.choice(("bytes", "bytes", "bytes", "swap", "drop", "link", "folder", "empty"))
-    if way == "bytes":
-        file.write_bytes(spoiled(file.read_bytes(), draw))
-    elif way == "swap":
+    change = draw.choice(("bytes", "bytes", "bytes", "swap", "drop", "link", "folder", "empty"))
+    if change == "bytes":
+        file.write_bytes(corrupt_bytes(file.read_bytes(), draw))
+    elif change == "swap":
         other = draw.choice(files)
-        one, two = file.read_bytes(), other.read_bytes()
-        file.write_bytes(two)
-        other.write_bytes(one)
-    elif way == "empty":
+        content, other_content = file.read_bytes(), other.read_bytes()
+        file.write_bytes(other_content)
+        other.write_bytes(content)
+    elif change == "empty":
         file.write_bytes(b"")
     else:
         file.unlink()
-        if way == "link":
+        if change == "link":
             file.symlink_to(draw.choice(("/dev/zero", "/nowhere", ".", "/etc/passwd", file.name)))
-        elif way == "folder":
+        elif change == "folder":
             file.mkdir()
-    return f"{way} {file.name}"
+    return f"{change} {file.name}"

@@ -1,7 +1,7 @@
-"""Jobs on several hosts: network namespaces with names, addresses and links of their own, joined by a bridge.
+"""Jobs on several simulated hosts: network namespaces with their own names, addresses and links, joined by a bridge.
 
-The bridge has a namespace of its own, so nothing of the machine's network is touched. A namespace ends with the process
-that was started for it, and that one ends with the test: a test that is killed leaves nothing behind.
+The bridge has its own namespace, so the machine's network is not touched. A namespace ends with the process that was
+started for it, and that process ends with the test. A test that is killed leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -38,44 +38,44 @@ from zeroshard.checkpoint import saver
 # ---- Hosts
 
 DEVICE = "eth0"
-"""What a host calls its link."""
+"""Name of the network device on each host."""
 _PREFIX = "10.77.0"
 HUB = f"{_PREFIX}.1"
-"""The address of the bridge, which all hosts reach."""
+"""Address of the bridge, which all hosts can reach."""
 _NEW_UTS, _NEW_NET = 0x04000000, 0x40000000
 
 
 class NotPermittedError(Exception):
-    """The machine does not allow it, and why."""
+    """Raised if this machine does not permit network namespaces. The message says why."""
 
 
 class Namespace:
-    """A host name and a network, with the loopback interface alone at first."""
+    """A namespace with its own host name and network, initially only with a loopback interface."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        begin = f"set -e; echo {name} > /proc/sys/kernel/hostname; ip link set lo up; echo ready; exec cat"
-        self._keeper = _started(["unshare", "--net", "--uts", "sh", "-c", begin])
+        script = f"set -e; echo {name} > /proc/sys/kernel/hostname; ip link set lo up; echo ready; exec cat"
+        self._keeper = _start_process(["unshare", "--net", "--uts", "sh", "-c", script])
 
     @property
     def pid(self) -> int:
         return self._keeper.pid
 
     def run(self, *command: str) -> str:
-        """What a command prints that runs inside."""
-        within = ["nsenter", "--target", str(self.pid), "--net", "--uts", *command]
-        done = subprocess.run(within, capture_output=True, text=True, check=False, timeout=20)
-        if done.returncode:
-            raise NotPermittedError(f"{' '.join(command)}: {done.stderr.strip()}")
-        return done.stdout
+        """Run a command inside the namespace and return its output."""
+        full_command = ["nsenter", "--target", str(self.pid), "--net", "--uts", *command]
+        result = subprocess.run(full_command, capture_output=True, text=True, check=False, timeout=20)
+        if result.returncode:
+            raise NotPermittedError(f"{' '.join(command)}: {result.stderr.strip()}")
+        return result.stdout
 
     def close(self) -> None:
         self._keeper.kill()
         self._keeper.communicate()
 
 
-def _started(command: list[str]) -> subprocess.Popen[str]:
-    """Once it has printed a line."""
+def _start_process(command: list[str]) -> subprocess.Popen[str]:
+    """Start a process and wait until it has printed a line."""
     try:
         pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         process = subprocess.Popen(command, text=True, start_new_session=True, **pipes)
@@ -88,27 +88,27 @@ def _started(command: list[str]) -> subprocess.Popen[str]:
 
 
 def enter(pid: int) -> None:
-    """Move this thread, and all that it starts, to where that process is."""
+    """Move this thread, and all processes that it starts, into the namespaces of a process."""
     libc = ctypes.CDLL(None, use_errno=True)
     for kind, flag in (("net", _NEW_NET), ("uts", _NEW_UTS)):
-        with open(f"/proc/{pid}/ns/{kind}") as there:
-            if libc.setns(there.fileno(), flag):
+        with open(f"/proc/{pid}/ns/{kind}") as namespace:
+            if libc.setns(namespace.fileno(), flag):
                 raise OSError(ctypes.get_errno(), f"setns {kind} of {pid}")
 
 
 class Hosts:
-    """So many of them, each linked to the hub."""
+    """Several hosts, each linked to the bridge."""
 
     def __init__(self, count: int) -> None:
-        self._all: list[Namespace] = []
+        self._namespaces: list[Namespace] = []
         self.last_cut = 0.0
-        """The moment, as `time.monotonic` has it."""
+        """Time of the last cut, from `time.monotonic`."""
         try:
-            self.hub = self._made("hub")
+            self.hub = self._make_namespace("hub")
             self.hub.run(*_ip("link add br0 type bridge"))
             self.hub.run(*_ip(f"addr add {HUB}/24 dev br0"))
             self.hub.run(*_ip("link set br0 up"))
-            self.hosts = [self._linked(number) for number in range(count)]
+            self.hosts = [self._make_host(number) for number in range(count)]
         except BaseException:
             self.close()
             raise
@@ -120,41 +120,41 @@ class Hosts:
         self.close()
 
     def close(self) -> None:
-        for namespace in self._all:
+        for namespace in self._namespaces:
             with suppress(ProcessLookupError):
                 namespace.close()
 
-    def cut(self, host: int) -> None:
-        """Its link carries nothing from now on. No connection is closed by that: whoever waits just hears nothing."""
+    def cut_link(self, host: int) -> None:
+        """Drop all packets on a host's link. Connections stay open: ranks that wait receive nothing."""
         self.hub.run(*_ip(f"link set {_port(host)} down"))
         self.last_cut = time.monotonic()
 
-    def mend(self, host: int) -> None:
+    def restore_link(self, host: int) -> None:
         self.hub.run(*_ip(f"link set {_port(host)} up"))
 
-    def slow_down(self, host: int, rate: str) -> None:
-        """Its link carries no more than `rate`, in both directions."""
+    def limit_bandwidth(self, host: int, rate: str) -> None:
+        """Limit the bandwidth of a host's link to `rate` in both directions."""
         limit = f"root tbf rate {rate} burst 16kb latency 400ms".split()
         self.hub.run("tc", "qdisc", "add", "dev", _port(host), *limit)
         self.hosts[host].run("tc", "qdisc", "add", "dev", DEVICE, *limit)
 
-    def times_held_back(self, host: int) -> int:
-        """How often its link had to wait because it is slow."""
-        (found,) = json.loads(self.hosts[host].run("tc", "-s", "-j", "qdisc", "show", "dev", DEVICE))
-        return int(found["overlimits"])
+    def packets_delayed(self, host: int) -> int:
+        """Return the number of packets that the bandwidth limit delayed."""
+        (stats,) = json.loads(self.hosts[host].run("tc", "-s", "-j", "qdisc", "show", "dev", DEVICE))
+        return int(stats["overlimits"])
 
     def bytes_sent(self, host: int) -> int:
-        """By a host to all others."""
-        (found,) = json.loads(self.hosts[host].run(*_ip(f"-s -j link show {DEVICE}")))
-        return int(found["stats64"]["tx"]["bytes"])
+        """Return the number of bytes that a host sent to all others."""
+        (stats,) = json.loads(self.hosts[host].run(*_ip(f"-s -j link show {DEVICE}")))
+        return int(stats["stats64"]["tx"]["bytes"])
 
-    def _made(self, name: str) -> Namespace:
+    def _make_namespace(self, name: str) -> Namespace:
         namespace = Namespace(name)
-        self._all.append(namespace)
+        self._namespaces.append(namespace)
         return namespace
 
-    def _linked(self, number: int) -> Namespace:
-        host, port = self._made(f"host{number}"), _port(number)
+    def _make_host(self, number: int) -> Namespace:
+        host, port = self._make_namespace(f"host{number}"), _port(number)
         self.hub.run(*_ip(f"link add {port} type veth peer name far{number}"))
         self.hub.run(*_ip(f"link set far{number} netns {host.pid} name {DEVICE}"))
         self.hub.run(*_ip(f"link set {port} master br0 up"))
@@ -164,31 +164,30 @@ class Hosts:
 
 
 def _port(host: int) -> str:
-    """Its end of the link, at the hub."""
+    """Return the name of the bridge's end of a host's link."""
     return f"port{host}"
 
 
-def _ip(words: str) -> list[str]:
-    return ["ip", *words.split()]
+def _ip(arguments: str) -> list[str]:
+    return ["ip", *arguments.split()]
 
 
-def why_not() -> str | None:
-    """Why this machine cannot have such hosts; None if it can. Found by making two."""
+def find_obstacle() -> str | None:
+    """Try to create two hosts. Return why this machine cannot, or None if it can."""
     if os.name != "posix":
-        return "no namespaces here"
+        return "no namespaces on this operating system"
     try:
         with Hosts(2) as hosts:
-            hosts.slow_down(0, "100mbit")
-            hosts.cut(1)
+            hosts.limit_bandwidth(0, "100mbit")
+            hosts.cut_link(1)
     except (NotPermittedError, OSError) as error:
         return str(error)
     return None
 
 
-# ---- A job on them, which trains as `examples/elastic.py` does
+# ---- A job on these hosts, which trains as `examples/elastic.py` does
 
-LONG = 60.0
-"""Seconds: no wait is longer."""
+MAX_WAIT_S = 60.0
 _PORT = 29500
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(PRELOAD)
@@ -198,7 +197,7 @@ Place = Literal["forward", "step", "save"]
 
 
 class Stop(NamedTuple):
-    """Where a rank waits until it is told to go on."""
+    """Where a rank waits until the test lets it continue."""
 
     rank: int
     step: int
@@ -207,32 +206,38 @@ class Stop(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What all ranks do. `timeout`: seconds that a rank waits for another; `behind`: saves go on in the background;
-    `options`: arguments for `shard`."""
+    """The training run of all ranks.
+
+    `timeout`: seconds that a rank waits for another; `in_background`: save asynchronously; `options`: arguments for
+    `shard`.
+    """
 
     folder: Path
     steps: int = 12
-    every: int = 4
+    save_every: int = 4
     width: int = 128
-    timeout: float = LONG
+    timeout: float = MAX_WAIT_S
     stop: Stop | None = None
-    behind: bool = False
+    in_background: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-class News(NamedTuple):
-    """From a rank: `what` is "loaded" or "stopped", with a step, "done", with a fingerprint of the model, or "failed",
-    with the error and the names of its classes."""
+class Message(NamedTuple):
+    """Message from a rank.
 
-    what: str
-    moment: float
+    `event` is "loaded" or "stopped" with a step, "done" with a fingerprint of the model, or "failed" with the error and
+    the names of its classes.
+    """
+
+    event: str
+    time: float
     step: int = 0
     text: str = ""
-    kinds: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
 
 
-class Seat(NamedTuple):
-    """Where a rank works."""
+class RankArgs(NamedTuple):
+    """Arguments of a rank's process. `namespace` is the process whose namespaces it enters."""
 
     run: str
     rank: int
@@ -242,145 +247,145 @@ class Seat(NamedTuple):
     namespace: int
 
 
-class Exchange:
-    """The store of a job, at the hub: all hosts reach it while their links hold."""
+class StoreServer:
+    """The store of a job, on the bridge: hosts reach it while their links work."""
 
     def __init__(self, hosts: Hosts) -> None:
-        self._end, theirs = _CONTEXT.Pipe()
+        self._connection, theirs = _CONTEXT.Pipe()
         self._process = _CONTEXT.Process(target=_serve, args=(theirs, hosts.hub.pid), daemon=True)
         self._process.start()
         theirs.close()
-        assert self._end.poll(LONG), "the store did not begin"
-        self._end.recv()
+        assert self._connection.poll(MAX_WAIT_S), "the store did not start"
+        self._connection.recv()
 
     def close(self) -> None:
         self._process.kill()
-        self._process.join(LONG)
+        self._process.join(MAX_WAIT_S)
 
 
-def _serve(end: Connection[bool, None], namespace: int) -> None:
+def _serve(connection: Connection[bool, None], namespace: int) -> None:
     enter(namespace)
     store = TCPStore(HUB, _PORT, is_master=True, wait_for_workers=False)
-    end.send(True)
+    connection.send(True)
     with suppress(EOFError):
-        end.recv()
+        connection.recv()
     del store
 
 
 class Job:
-    """`seats` names the host of each rank; ranks of one host follow each other."""
+    """A job. `placement` holds the host of each rank; ranks of one host are consecutive."""
 
-    def __init__(self, hosts: Hosts, name: str, seats: Sequence[int], plan: Plan) -> None:
-        self.seats, self.plan = seats, plan
-        self._ends: list[Connection[str, News]] = []
-        self._ranks: list[ForkServerProcess] = []
-        self._news: list[list[News]] = [[] for _ in seats]
-        for rank, host in enumerate(seats):
+    def __init__(self, hosts: Hosts, name: str, placement: Sequence[int], plan: Plan) -> None:
+        self.placement, self.plan = placement, plan
+        self._connections: list[Connection[str, Message]] = []
+        self._processes: list[ForkServerProcess] = []
+        self._messages: list[list[Message]] = [[] for _ in placement]
+        for rank, host in enumerate(placement):
             mine, theirs = _CONTEXT.Pipe()
-            size, place = seats.count(host), rank - seats.index(host)
-            seat = Seat(name, rank, len(seats), place, size, hosts.hosts[host].pid)
-            process = _CONTEXT.Process(target=_work, args=(theirs, seat, plan), daemon=True)
+            local_size, local_rank = placement.count(host), rank - placement.index(host)
+            args = RankArgs(name, rank, len(placement), local_rank, local_size, hosts.hosts[host].pid)
+            process = _CONTEXT.Process(target=_run_rank, args=(theirs, args, plan), daemon=True)
             process.start()
             theirs.close()
-            self._ends.append(mine)
-            self._ranks.append(process)
+            self._connections.append(mine)
+            self._processes.append(process)
 
     def __enter__(self) -> Job:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        for process in self._ranks:
+        for process in self._processes:
             process.kill()
-            process.join(LONG)
+            process.join(MAX_WAIT_S)
         if error is not None:
-            for rank, host in enumerate(self.seats):
-                sys.stderr.write(f"rank {rank} on host {host} has told: {self._news[rank]}\n")
+            for rank, host in enumerate(self.placement):
+                sys.stderr.write(f"rank {rank} on host {host} reported: {self._messages[rank]}\n")
 
-    def wait_for(self, what: str, rank: int) -> News:
-        """The news of a rank that is the first of its kind."""
-        while not (found := [news for news in self._news[rank] if news.what == what]):
-            assert self._ends[rank].poll(LONG), f"rank {rank} did not tell that it has {what}"
+    def wait_for(self, event: str, rank: int) -> Message:
+        """Return the first message about this event from a rank."""
+        while not (matching := [message for message in self._messages[rank] if message.event == event]):
+            assert self._connections[rank].poll(MAX_WAIT_S), f"rank {rank} did not report {event!r}"
             try:
-                self._news[rank].append(self._ends[rank].recv())
+                self._messages[rank].append(self._connections[rank].recv())
             except EOFError:
-                raise AssertionError(f"rank {rank} has ended and did not tell that it has {what}") from None
-        return found[0]
+                raise AssertionError(f"rank {rank} exited without reporting {event!r}") from None
+        return matching[0]
 
-    def go_on(self, rank: int) -> None:
-        self._ends[rank].send("go")
+    def let_continue(self, rank: int) -> None:
+        self._connections[rank].send("continue")
 
     def kill(self, host: int) -> None:
-        """All ranks of a host."""
+        """Kill all ranks of a host."""
         for rank in self.ranks_of(host):
-            self._ranks[rank].kill()
+            self._processes[rank].kill()
         for rank in self.ranks_of(host):
-            self._ranks[rank].join(LONG)
+            self._processes[rank].join(MAX_WAIT_S)
 
     def ranks_of(self, *hosts: int) -> list[int]:
-        return [rank for rank, host in enumerate(self.seats) if host in hosts]
+        return [rank for rank, host in enumerate(self.placement) if host in hosts]
 
-    def from_all(self, what: str, ranks: Sequence[int] | None = None) -> list[News]:
-        return [self.wait_for(what, rank) for rank in (range(len(self.seats)) if ranks is None else ranks)]
+    def wait_for_all(self, event: str, ranks: Sequence[int] | None = None) -> list[Message]:
+        return [self.wait_for(event, rank) for rank in (range(len(self.placement)) if ranks is None else ranks)]
 
-    def ended(self, ranks: Sequence[int]) -> float:
-        """When the last of these processes has ended, by itself."""
+    def wait_for_exit(self, ranks: Sequence[int]) -> float:
+        """Wait until these processes exit by themselves. Return the time of the last exit."""
         for rank in ranks:
-            self._ranks[rank].join(LONG)
-            assert self._ranks[rank].exitcode is not None, f"rank {rank} has not ended"
+            self._processes[rank].join(MAX_WAIT_S)
+            assert self._processes[rank].exitcode is not None, f"rank {rank} has not exited"
         return time.monotonic()
 
 
-def _work(end: Connection[News, str], seat: Seat, plan: Plan) -> None:
-    enter(seat.namespace)
-    local = {"LOCAL_RANK": str(seat.local_rank), "LOCAL_WORLD_SIZE": str(seat.local_size)}
+def _run_rank(connection: Connection[Message, str], args: RankArgs, plan: Plan) -> None:
+    enter(args.namespace)
+    local = {"LOCAL_RANK": str(args.local_rank), "LOCAL_WORLD_SIZE": str(args.local_size)}
     os.environ.update(GLOO_SOCKET_IFNAME=DEVICE, **local)
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
             "gloo",
-            store=PrefixStore(seat.run, TCPStore(HUB, _PORT, is_master=False)),
-            rank=seat.rank,
-            world_size=seat.world_size,
+            store=PrefixStore(args.run, TCPStore(HUB, _PORT, is_master=False)),
+            rank=args.rank,
+            world_size=args.world_size,
             timeout=timedelta(seconds=plan.timeout),
         )
-        text = _train(end, plan)
+        text = _train(connection, plan)
         dist.destroy_process_group()
-        end.send(News("done", time.monotonic(), plan.steps, text))
+        connection.send(Message("done", time.monotonic(), plan.steps, text))
     except Exception as error:
-        kinds = tuple(kind.__name__ for kind in type(error).__mro__)
-        end.send(News("failed", time.monotonic(), text=f"{type(error).__name__}: {error}", kinds=kinds))
-    atexit._run_exitfuncs()  # as where no process has forked this one
+        classes = tuple(cls.__name__ for cls in type(error).__mro__)
+        connection.send(Message("failed", time.monotonic(), text=f"{type(error).__name__}: {error}", classes=classes))
+    atexit._run_exitfuncs()  # as in a process that was not forked
 
 
-def _train(end: Connection[News, str], plan: Plan) -> str:
+def _train(connection: Connection[Message, str], plan: Plan) -> str:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = make_model(plan.width)
     optimizer = shard(model, torch.optim.AdamW, lr=1e-2, **plan.options)
     start, handle, parts = 0, None, dict[str, Any](model=model, optimizer=optimizer)
     if checkpoint.latest(plan.folder) is not None:
         start = checkpoint.load(plan.folder, **parts).step or 0
-    end.send(News("loaded", time.monotonic(), start))
+    connection.send(Message("loaded", time.monotonic(), start))
 
-    def stop(step: int, place: Place) -> None:
+    def stop_if_due(step: int, place: Place) -> None:
         if plan.stop == Stop(rank, step, place):
-            end.send(News("stopped", time.monotonic(), step))
-            end.recv()
+            connection.send(Message("stopped", time.monotonic(), step))
+            connection.recv()
 
     write_shards = saver.write_shards
 
     def stop_and_write(*args: Any) -> Any:
-        stop(step // plan.every * plan.every, "save")
+        stop_if_due(step // plan.save_every * plan.save_every, "save")
         return write_shards(*args)
 
-    setattr(saver, "write_shards", stop_and_write)  # noqa: B010 (mypy knows it as another's)
+    setattr(saver, "write_shards", stop_and_write)  # noqa: B010 (mypy: the module does not export this name)
     for step in range(start + 1, plan.steps + 1):
-        stop(step, "forward")
+        stop_if_due(step, "forward")
         torch.autograd.backward(loss_of(model, part_of_batch(step, rank, world_size), world_size))
-        stop(step, "step")
+        stop_if_due(step, "step")
         optimizer.step()
         optimizer.zero_grad()
-        if step % plan.every == 0:
-            if plan.behind:
+        if step % plan.save_every == 0:
+            if plan.in_background:
                 handle = checkpoint.async_save(plan.folder, step=step, **parts)
             else:
                 checkpoint.save(plan.folder, step=step, **parts)

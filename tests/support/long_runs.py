@@ -1,4 +1,4 @@
-"""Thousands of steps with everything that happens in a long training run, in an order that a seed decides."""
+"""Thousands of steps with all events of a long training run. A seed decides their order."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
 
 from tests.support.checkpoints import assert_same_state
-from tests.support.lost_ranks import assert_swept
+from tests.support.lost_ranks import assert_no_leftovers
 from tests.support.monitoring import Footprint, footprint
-from tests.support.oracles import average, from_all_ranks, in_rank_order
+from tests.support.oracles import average, gather_from_all_ranks, rank_order_hook
 from tests.support.pool import RankContext
 from zeroshard import (
     ConsistencyCheck,
@@ -38,28 +38,29 @@ from zeroshard import (
     checkpoint,
     shard,
 )
+from zeroshard.comm import failure
 
 # ---- The plain optimizer with the gradients of all ranks, in one process
 
 WIDTH = 16
 ADAMW: dict[str, Any] = {"lr": 0.002, "weight_decay": 0.05}
-LATER: dict[str, Any] = {"lr": 0.001, "weight_decay": 0.0}
+ADDED_GROUP: dict[str, Any] = {"lr": 0.001, "weight_decay": 0.0}
 """Options of the group that is added."""
 FREEZABLE = ("first.bias", "branch.weight", "scale")
 
-Pass = Sequence["Share"]
-"""What each rank does in one backward pass."""
+Pass = Sequence["RankPass"]
+"""One backward pass of all ranks."""
 
 
-class Share(NamedTuple):
-    """One rank's part in a backward pass."""
+class RankPass(NamedTuple):
+    """One backward pass of one rank."""
 
     takes_part: bool
     uses_branch: bool
 
 
 class Net(nn.Module):
-    """Two dtypes, a branch that may be left out, a parameter that begins to train later, and a buffer."""
+    """A model with two dtypes, an optional branch, a parameter that trains only later, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,89 +87,98 @@ def net(seed: int = 0) -> Net:
 
 
 def loss_of(model: nn.Module, position: int, rank: int, *, use_branch: bool = True) -> Tensor:
-    """On inputs of this position in the data, other ones for each rank."""
-    draw = torch.Generator().manual_seed(1000 * position + rank)
-    inputs, target = torch.randn(2, 4, WIDTH, generator=draw)
+    """Return the loss on the inputs of this position and rank."""
+    generator = torch.Generator().manual_seed(1000 * position + rank)
+    inputs, target = torch.randn(2, 4, WIDTH, generator=generator)
     loss: Tensor = (model(inputs, use_branch) - target).square().mean()
     return loss
 
 
-def groups_of(model: Net, *, added: bool) -> list[dict[str, Any]]:
-    """Two groups, and a third that may have been added, by names."""
+def make_groups(model: Net, *, added: bool) -> list[dict[str, Any]]:
+    """Return two groups of named parameters, and a third if it was added."""
     named = dict(model.named_parameters())
     later = named.pop("later")
-    flat = {name: param for name, param in named.items() if param.dim() <= 1}
-    rest = {name: param for name, param in named.items() if name not in flat}
-    groups: list[dict[str, Any]] = [{"params": list(rest.items())}, {"params": list(flat.items()), "weight_decay": 0.0}]
-    return [*groups, {"params": [("later", later)], **LATER}] if added else groups
+    vectors = {name: param for name, param in named.items() if param.dim() <= 1}
+    others = {name: param for name, param in named.items() if name not in vectors}
+    groups: list[dict[str, Any]] = [
+        {"params": list(others.items())},
+        {"params": list(vectors.items()), "weight_decay": 0.0},
+    ]
+    return [*groups, {"params": [("later", later)], **ADDED_GROUP}] if added else groups
 
 
-def scheduler_of(optimizer: torch.optim.Optimizer) -> CosineAnnealingWarmRestarts:
+def make_scheduler(optimizer: torch.optim.Optimizer) -> CosineAnnealingWarmRestarts:
     return CosineAnnealingWarmRestarts(optimizer, T_0=40)
 
 
 class Oracle:
-    """The model and the plain optimizer, which know what every rank does.
+    """The model and the plain optimizer, trained with the gradients of all ranks.
 
-    Several passes of a step add up in one of three manners: their averages are "added"; each rank adds "onto" what it
-    has, and that is averaged; each rank adds up its own, and they are averaged "once".
+    `accumulation` says how the passes of a step add up:
+
+    - "sum of means": each pass is averaged, and the averages are added.
+    - "mean of totals": each rank adds a pass to its `param.grad`, and the results are averaged.
+    - "mean of sums": each rank adds up its passes, and the sums are averaged once.
     """
 
     def __init__(self, ranks: int) -> None:
         self._ranks, self.model = ranks, net()
         self._saved: dict[int, Any] = {}
-        self.begin(added=False)
+        self.make_optimizer(added=False)
 
-    def begin(self, *, added: bool) -> None:
-        """Without any state."""
+    def make_optimizer(self, *, added: bool) -> None:
+        """Create a new optimizer without state."""
         self.model.later.requires_grad_(added)
-        self.optimizer = torch.optim.AdamW(groups_of(self.model, added=added), **ADAMW)
-        self.scheduler = scheduler_of(self.optimizer)
+        self.optimizer = torch.optim.AdamW(make_groups(self.model, added=added), **ADAMW)
+        self.scheduler = make_scheduler(self.optimizer)
         self.model.zero_grad()
 
     def add_group(self) -> None:
         self.model.later.requires_grad_(True)
-        self.optimizer.add_param_group(groups_of(self.model, added=True)[-1])
-        self.scheduler = scheduler_of(self.optimizer)
+        self.optimizer.add_param_group(make_groups(self.model, added=True)[-1])
+        self.scheduler = make_scheduler(self.optimizer)
 
-    def accumulate(self, position: int, passes: Sequence[tuple[Pass, bool]], sums: str) -> None:
-        """Gradients of passes one after the other; those with True are kept local until the next one."""
+    def accumulate(self, position: int, passes: Sequence[tuple[Pass, bool]], accumulation: str) -> None:
+        """Accumulate the gradients of all passes. Passes with True stay local until the next one."""
         params = [param for param in self.model.parameters() if param.requires_grad]
-        waiting = self._begun(params, sums)
-        for number, (shares, is_local) in enumerate(passes):
-            for rank, share in enumerate(shares):
-                waiting[rank].add(self._grads(params, position + number, rank, share))
-            if not is_local and (sums != "once" or number + 1 == len(passes)):
-                self._meet(params, waiting, onto=sums == "onto")
-                waiting = self._begun(params, sums)
+        sums = self._make_sums(params, accumulation)
+        for number, (rank_passes, is_local) in enumerate(passes):
+            for rank, rank_pass in enumerate(rank_passes):
+                sums[rank].add(self._grads(params, position + number, rank, rank_pass))
+            if not is_local and (accumulation != "mean of sums" or number + 1 == len(passes)):
+                self._average(params, sums, replace=accumulation == "mean of totals")
+                sums = self._make_sums(params, accumulation)
 
-    def _begun(self, params: list[nn.Parameter], sums: str) -> list[_Sum]:
-        return [_Sum([param.grad if sums == "onto" else None for param in params]) for _ in range(self._ranks)]
+    def _make_sums(self, params: list[nn.Parameter], accumulation: str) -> list[_Sum]:
+        starts_with_grad = accumulation == "mean of totals"
+        return [_Sum([param.grad if starts_with_grad else None for param in params]) for _ in range(self._ranks)]
 
-    def _grads(self, params: list[nn.Parameter], position: int, rank: int, share: Share) -> Sequence[Tensor | None]:
-        if not share.takes_part:
+    def _grads(
+        self, params: list[nn.Parameter], position: int, rank: int, rank_pass: RankPass
+    ) -> Sequence[Tensor | None]:
+        if not rank_pass.takes_part:
             return [None] * len(params)
-        loss = loss_of(self.model, position, rank, use_branch=share.uses_branch)
+        loss = loss_of(self.model, position, rank, use_branch=rank_pass.uses_branch)
         return torch.autograd.grad(loss, params, allow_unused=True)
 
-    def _meet(self, params: list[nn.Parameter], parts: list[_Sum], *, onto: bool) -> None:
-        for place, param in enumerate(params):
-            mine = [part.grads[place] for part in parts]
-            if any(grad is not None for grad in mine):
-                mean = average([torch.zeros_like(param) if grad is None else grad for grad in mine])
-                param.grad = mean if param.grad is None or onto else param.grad + mean
+    def _average(self, params: list[nn.Parameter], sums: list[_Sum], *, replace: bool) -> None:
+        for index, param in enumerate(params):
+            by_rank = [rank_sum.grads[index] for rank_sum in sums]
+            if any(grad is not None for grad in by_rank):
+                mean = average([torch.zeros_like(param) if grad is None else grad for grad in by_rank])
+                param.grad = mean if param.grad is None or replace else param.grad + mean
 
-    def step(self, norm: Tensor | None, most: float) -> None:
-        """`norm`: that of all gradients, which has been found; a sum in another order would differ in its last bit."""
+    def step(self, norm: Tensor | None, max_norm: float) -> None:
+        """Clip and step. `norm` is the result of the optimizer under test: summed differently, its last bit differs."""
         if norm is not None:
             params = [param for param in self.model.parameters() if param.grad is not None]
             expected = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
             torch.testing.assert_close(norm.double(), expected.double(), rtol=1e-5, atol=1e-7)
-            nn.utils.clip_grads_with_norm_(params, most, norm)
+            nn.utils.clip_grads_with_norm_(params, max_norm, norm)
         self.optimizer.step()
 
     def save(self, step: int) -> None:
-        """The last two stay."""
+        """Save to memory. Keep only the last two."""
         self._saved[step] = copy.deepcopy(
             (self.model.state_dict(), self.optimizer.state_dict(), self.scheduler.state_dict())
         )
@@ -187,7 +197,7 @@ class Oracle:
 
 
 class _Sum:
-    """Gradients of one rank, added up in its passes."""
+    """Accumulate the gradients of one rank over its passes."""
 
     def __init__(self, grads: Sequence[Tensor | None]) -> None:
         self.grads = list(grads)
@@ -196,44 +206,44 @@ class _Sum:
         self.grads = [a if b is None else b if a is None else a + b for a, b in zip(self.grads, grads, strict=True)]
 
 
-# ---- Ways to train the model
+# ---- Training modes
 
 TINY = FlatShards(bucket_bytes=6000)
 
 
-class Way:
-    """An optimizer for a model. `sums`: how several passes add up, as `Oracle.accumulate` knows it."""
+class TrainingMode:
+    """An optimizer for a model. `accumulation`: see `Oracle`."""
 
     name: str
-    sums: str
+    accumulation: str
     needs_all_ranks = False
-    """Every rank must make every backward pass, as with DDP."""
+    """Whether every rank must make every backward pass, as with DDP."""
     overlaps = False
-    """Reading the model would end what it is to test."""
+    """Whether reading parameters would end the overlap under test."""
     optimizer: ZeroRedundancyOptimizer
 
     def __init__(self, model: Net, *, added: bool) -> None:
         self.model, self.forward = model, model
-        self.begin(added=added)
+        self.make_optimizer(added=added)
 
-    def begin(self, *, added: bool) -> None:
+    def make_optimizer(self, *, added: bool) -> None:
         raise NotImplementedError
 
     def no_sync(self) -> AbstractContextManager[None]:
         raise NotImplementedError
 
     def after_backward(self) -> None:
-        """What a script does with gradients that nobody else averages."""
+        """Average gradients, if the training script must do so."""
 
-    def other_params_train(self) -> None:
-        """Some were frozen, thawed or added."""
+    def after_requires_grad_change(self) -> None:
+        """Called after parameters were frozen, unfrozen or added."""
 
 
-class Sharded(Way):
+class Sharded(TrainingMode):
     config: ZeroConfig
 
-    def begin(self, *, added: bool) -> None:
-        groups = groups_of(self.model, added=added)
+    def make_optimizer(self, *, added: bool) -> None:
+        groups = make_groups(self.model, added=added)
         self.optimizer = self.sharded = shard(self.model, torch.optim.AdamW, params=groups, config=self.config, **ADAMW)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -241,27 +251,28 @@ class Sharded(Way):
 
 
 class Zero2(Sharded):
-    name, sums = "zero2", "added"
+    name, accumulation = "zero2", "sum of means"
     config = ZeroConfig(partition=TINY, consistency_check=ConsistencyCheck(every=3), nonfinite=NonFiniteGrads("raise"))
 
 
 class Zero1(Sharded):
-    name, sums = "zero1", "once"
+    name, accumulation = "zero1", "mean of sums"
     config = ZeroConfig(partition=TINY, stage=1, peer_checkpoint=PeerCheckpoint(every=7))
 
 
 class Overlapped(Sharded):
-    name, sums, config, overlaps = "overlap", "added", ZeroConfig(partition=TINY, overlap_param_gather=True), True
+    name, accumulation, overlaps = "overlap", "sum of means", True
+    config = ZeroConfig(partition=TINY, overlap_param_gather=True)
 
 
-class DropIn(Way):
-    """Gradients are averaged by the script."""
+class DropIn(TrainingMode):
+    """The training script averages gradients."""
 
-    name, sums = "drop-in", "onto"
+    name, accumulation = "drop-in", "mean of totals"
     bucket_view = True
 
-    def begin(self, *, added: bool) -> None:
-        groups, config = groups_of(self.model, added=added), ZeroConfig(allow_mixed_dtypes=True)
+    def make_optimizer(self, *, added: bool) -> None:
+        groups, config = make_groups(self.model, added=added), ZeroConfig(allow_mixed_dtypes=True)
         self.optimizer = ZeroRedundancyOptimizer(
             groups, torch.optim.AdamW, config=config, parameters_as_bucket_view=self.bucket_view, **ADAMW
         )
@@ -272,15 +283,15 @@ class DropIn(Way):
     @torch.no_grad()
     def after_backward(self) -> None:
         params = [param for param in self.model.parameters() if param.requires_grad]
-        flags = from_all_ranks(torch.tensor([param.grad is not None for param in params], dtype=torch.int64))
-        used = [param for param, count in zip(params, sum(flags, torch.zeros(len(params))), strict=True) if count]
+        has_grad = gather_from_all_ranks(torch.tensor([param.grad is not None for param in params], dtype=torch.int64))
+        used = [param for param, count in zip(params, sum(has_grad, torch.zeros(len(params))), strict=True) if count]
         for dtype in dict.fromkeys(param.dtype for param in used):
             _average_grads([param for param in used if param.dtype == dtype])
 
 
 def _average_grads(params: list[torch.nn.Parameter]) -> None:
     grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
-    mean = average(from_all_ranks(torch.cat([grad.flatten() for grad in grads])))
+    mean = average(gather_from_all_ranks(torch.cat([grad.flatten() for grad in grads])))
     for param, part in zip(params, torch.split(mean, [param.numel() for param in params]), strict=True):
         param.grad = part.view(param.shape).clone()
 
@@ -288,14 +299,14 @@ def _average_grads(params: list[torch.nn.Parameter]) -> None:
 class UnderDdp(DropIn):
     name, bucket_view, needs_all_ranks = "drop-in under DDP", False, True
 
-    def begin(self, *, added: bool) -> None:
-        super().begin(added=added)
-        self.other_params_train()
+    def make_optimizer(self, *, added: bool) -> None:
+        super().make_optimizer(added=added)
+        self.after_requires_grad_change()
 
-    def other_params_train(self) -> None:
-        """DDP must be wrapped anew."""
+    def after_requires_grad_change(self) -> None:
+        """Wrap the model in a new DDP, as DDP requires."""
         self.ddp = DistributedDataParallel(self.model, find_unused_parameters=True)
-        self.ddp.register_comm_hook(None, in_rank_order)
+        self.ddp.register_comm_hook(None, rank_order_hook)
         self.forward = self.ddp  # type: ignore[assignment]
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -306,73 +317,77 @@ class UnderDdp(DropIn):
         pass
 
 
-WAYS: list[type[Way]] = [Zero2, DropIn, Overlapped, UnderDdp, Zero1]
+TRAINING_MODES: list[type[TrainingMode]] = [Zero2, DropIn, Overlapped, UnderDdp, Zero1]
 
 
 # ---- The run
 
 EVENTS = {
     "save": 2,
-    "save in the background": 3,
+    "async save": 3,
     "load": 2,
-    "state through a dict": 2,
-    "add a group": 2,
-    "freeze or thaw": 3,
+    "state dict round trip": 2,
+    "add group": 2,
+    "freeze or unfreeze": 3,
     "evaluate": 3,
-    "a closure fails": 2,
-    "a step fails": 1,
+    "fail in closure": 2,
+    "fail in step": 1,
     "nothing": 80,
 }
-"""How often, of a hundred steps; the last one as often as a plan says."""
-HARMLESS = ("nothing", "evaluate", "save", "save in the background", "state through a dict")
-"""Events after which the same parameters are used."""
-CLIP = 0.5
+"""Weights of the events, which add up to 100. A plan replaces the last one."""
+EVENTS_WITHOUT_EFFECT = ("nothing", "evaluate", "save", "async save", "state dict round trip")
+"""Events after which the same parameters get gradients."""
+MAX_NORM = 0.5
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What all ranks do alike, and `timing`, which only decides when."""
+    """Seed and options of a run, the same on all ranks except `timing`, which only adds delays."""
 
     steps: int
     segment: int
-    """Steps until the optimizer is given up and another one made."""
-    digest: int
+    """Steps until the optimizer is replaced by a new one."""
+    digest_every: int
     """Steps from one digest to the next."""
     timing: int
-    pauses: float
-    """Of how many steps, at each of three places."""
-    calm: int = EVENTS["nothing"]
-    """How often nothing happens, for 20 times that something does."""
+    """Seed of the pauses."""
+    pause_probability: float
+    """Probability of a pause at each of three places in a step."""
+    nothing_weight: int = EVENTS["nothing"]
+    """Weight of steps without an event. All events together have a weight of 20."""
     leak: Literal["none", "process", "optimizer"] = "none"
-    """An object a step stays in memory, with the process or as long as the optimizer."""
+    """Leak one object per step, which lives as long as the process or the optimizer."""
     seed: int = 3
-    """All that may happen does happen, also in 200 steps."""
+    """With this seed every event occurs even in 200 steps."""
 
 
 @dataclass
 class Record:
-    """What a rank has seen."""
+    """The record of a rank."""
 
     digests: list[str] = field(default_factory=list)
     events: Counter[str] = field(default_factory=Counter)
-    midway: list[Footprint] = field(default_factory=list)
+    segment_middles: list[Footprint] = field(default_factory=list)
     """In the middle of each segment."""
-    at_the_end: list[Footprint] = field(default_factory=list)
-    between: list[Footprint] = field(default_factory=list)
-    """After its end, without any optimizer."""
+    segment_ends: list[Footprint] = field(default_factory=list)
+    """At the end of each segment, with its optimizer."""
+    between_segments: list[Footprint] = field(default_factory=list)
+    """After each segment, without any optimizer."""
     seconds: float = 0.0
     cpu: float = 0.0
-    """Seconds in which it was at work."""
+    """CPU seconds."""
 
 
 def run_long(ctx: RankContext, folder: Path, plan: Plan) -> Record:
-    """The whole run, on this rank."""
-    begun, busy = time.monotonic(), time.process_time()
-    voyage = LongRun(ctx, folder, plan)
-    for step in range(1, plan.steps + 1):
-        voyage.advance(step)
-    voyage.record.seconds, voyage.record.cpu = time.monotonic() - begun, time.process_time() - busy
-    return voyage.record
+    """Run the plan on this rank."""
+    start, cpu_start = time.monotonic(), time.process_time()
+    run = LongRun(ctx, folder, plan)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(failure, "WATCHER_IDLE_S", 0.2)  # each footprint waits until the watcher thread has ended
+        for step in range(1, plan.steps + 1):
+            run.advance(step)
+    run.record.seconds, run.record.cpu = time.monotonic() - start, time.process_time() - cpu_start
+    return run.record
 
 
 class LongRun:
@@ -382,135 +397,138 @@ class LongRun:
         self._model = net()
         self._oracle = Oracle(ctx.world_size) if ctx.rank == 0 else None
         self._added, self._position, self._saved = False, 0, 0
-        self._step, self._done = 0, "nothing yet"
-        self._as_before = False
-        """Parameters are used as they were in the last step."""
-        self._begin(WAYS[0])
-        self._save(behind=False)
+        self._step, self._last_passes = 0, "no pass yet"
+        self._uses_same_params = False
+        """Whether all ranks used all parameters in the last step, and the same parameters still train."""
+        self._start_mode(TRAINING_MODES[0])
+        self._save(in_background=False)
 
-    # ---- the order of things
+    # ---- events and checks
 
     def advance(self, step: int) -> None:
         self._step = step
         draw = random.Random(f"{self._plan.seed} {step}")
-        event = draw.choices(list(EVENTS), [*list(EVENTS.values())[:-1], self._plan.calm])[0]
+        event = draw.choices(list(EVENTS), [*list(EVENTS.values())[:-1], self._plan.nothing_weight])[0]
         self._pause()
         getattr(self, "_" + event.replace(" ", "_"))(draw)
         self.record.events[event] += 1
-        self._as_before = self._as_before and event in HARMLESS
+        self._uses_same_params = self._uses_same_params and event in EVENTS_WITHOUT_EFFECT
         self._train(draw)
         self._pause()
         self._leak()
-        self._look()
+        self._check()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         step, plan = self._step, self._plan
-        if not self._way.overlaps or step % 10 == 0:
+        if not self._mode.overlaps or step % 10 == 0:
             self._compare()
-        if step % plan.digest == 0:
+        if step % plan.digest_every == 0:
             self.record.digests.append(self._digest())
         if step % plan.segment == plan.segment // 2:
             self._clear()
-            self.record.midway.append(self._footprint())
+            self.record.segment_middles.append(self._footprint())
         if step % plan.segment == 0:
-            self._change_ways(random.Random(f"{plan.seed} change {step}"))
+            self._change_mode(random.Random(f"{plan.seed} change {step}"))
 
     def _pause(self) -> None:
-        if self._timing.random() < self._plan.pauses:
+        if self._timing.random() < self._plan.pause_probability:
             time.sleep(self._timing.uniform(0, 0.003))
 
     def _leak(self) -> None:
-        keeper = {"process": vars(self), "optimizer": vars(self._way.optimizer)}.get(self._plan.leak)
-        if keeper is not None:
-            keeper.setdefault("leaked", []).append([])
+        owner = {"process": vars(self), "optimizer": vars(self._mode.optimizer)}.get(self._plan.leak)
+        if owner is not None:
+            owner.setdefault("leaked", []).append([])
 
-    def _begin(self, make: Callable[..., Way]) -> None:
-        self._way = make(self._model, added=self._added)
-        self._scheduler = scheduler_of(self._way.optimizer)
-        self.record.events[self._way.name] += 1
+    def _start_mode(self, make: Callable[..., TrainingMode]) -> None:
+        self._mode = make(self._model, added=self._added)
+        self._scheduler = make_scheduler(self._mode.optimizer)
+        self.record.events[self._mode.name] += 1
 
-    def _change_ways(self, draw: random.Random) -> None:
-        """The optimizer goes, and nothing of it is left. Another one goes on from what was saved, or afresh."""
-        carry = draw.random() < 0.5
+    def _change_mode(self, draw: random.Random) -> None:
+        """Delete the optimizer and check for leaks. A new one resumes from the checkpoint or starts from scratch."""
+        resumes = draw.random() < 0.5
         self._clear()
-        if carry:
-            self._save(behind=False)
-        self.record.at_the_end.append(self._footprint())
-        del self._way, self._scheduler
-        self.record.between.append(self._footprint())
-        self._added = self._added and carry
+        if resumes:
+            self._save(in_background=False)
+        self.record.segment_ends.append(self._footprint())
+        del self._mode, self._scheduler
+        self.record.between_segments.append(self._footprint())
+        self._added = self._added and resumes
         self._model.later.requires_grad_(self._added)
-        self._as_before = False
-        self._begin(WAYS[self._step // self._plan.segment % len(WAYS)])
-        if carry:
+        self._uses_same_params = False
+        self._start_mode(TRAINING_MODES[self._step // self._plan.segment % len(TRAINING_MODES)])
+        if resumes:
             self._load(draw)
             return
         if self._oracle:
-            self._oracle.begin(added=False)
-        self._save(behind=False)
+            self._oracle.make_optimizer(added=False)
+        self._save(in_background=False)
 
     # ---- a step
 
     def _train(self, draw: random.Random) -> None:
-        passes, clips = draw.choice([1, 1, 1, 2, 3]), draw.random() < 0.3
-        # Where averages are added, a parameter that was not used in the last step travels later than others, so that
-        # its sum is made in another order: one pass there, and passes but the last stay local.
-        passes = passes if self._as_before or self._way.sums != "added" else 1
-        local = 1.0 if self._way.sums == "added" else 0.5
-        plan = [
-            (self._shares(draw, alone=passes == 1), number < passes and draw.random() < local)
-            for number in range(1, passes + 1)
+        num_passes, clips = draw.choice([1, 1, 1, 2, 3]), draw.random() < 0.3
+        # With a sum of means, a parameter that was not used in the last step is reduced later than the others, and its
+        # gradients are summed in another order. Then make only one pass, and keep all passes but the last local.
+        num_passes = num_passes if self._uses_same_params or self._mode.accumulation != "sum of means" else 1
+        local_probability = 1.0 if self._mode.accumulation == "sum of means" else 0.5
+        passes = [
+            (self._draw_pass(draw, is_only=num_passes == 1), number < num_passes and draw.random() < local_probability)
+            for number in range(1, num_passes + 1)
         ]
-        self._done = f"{plan}, clips {clips}"
-        by_closure = passes == 1 and draw.random() < 0.2
-        self.record.events["with a closure" if by_closure else f"{passes} passes"] += 1
-        if by_closure:
-            self._way.optimizer.step(partial(self._backward, 0, *plan[0]))
+        self._last_passes = f"{passes}, clips {clips}"
+        uses_closure = num_passes == 1 and draw.random() < 0.2
+        self.record.events["with a closure" if uses_closure else f"{num_passes} passes"] += 1
+        if uses_closure:
+            self._mode.optimizer.step(partial(self._backward, 0, *passes[0]))
         else:
-            for number, part in enumerate(plan):
-                self._backward(number, *part)
+            for number, single_pass in enumerate(passes):
+                self._backward(number, *single_pass)
             self._pause()
-        norm = self._clip() if clips and not by_closure else None
-        if not by_closure:
-            self._way.optimizer.step()
+        norm = self._clip() if clips and not uses_closure else None
+        if not uses_closure:
+            self._mode.optimizer.step()
         if self._oracle:
-            self._oracle.accumulate(self._position, plan, self._way.sums)
-            self._oracle.step(norm, CLIP)
-        self._position += passes
-        self._as_before = all(share == Share(True, True) for shares, _ in plan for share in shares)
-        self._after_the_step(draw)
+            self._oracle.accumulate(self._position, passes, self._mode.accumulation)
+            self._oracle.step(norm, MAX_NORM)
+        self._position += num_passes
+        self._uses_same_params = all(
+            rank_pass == RankPass(True, True) for rank_passes, _ in passes for rank_pass in rank_passes
+        )
+        self._after_step(draw)
 
-    def _shares(self, draw: random.Random, *, alone: bool) -> list[Share]:
-        """Mostly all ranks do all; else some leave out the branch, or one makes no backward pass.
+    def _draw_pass(self, draw: random.Random, *, is_only: bool) -> list[RankPass]:
+        """Usually all ranks make the full pass. Otherwise some skip the branch, or one makes no backward pass.
 
-        That in the only pass of a step: where averages of several are added, one rank's pass would meet another one of
-        the rest, and the sum be made in another order.
+        A rank skips backward only in the only pass of a step. In a sum of means, its next pass would otherwise be
+        reduced with this pass of the others, and gradients would be summed in another order.
         """
-        ranks, kind, absent = range(self._ctx.world_size), draw.random(), None
-        alone, any_order = alone and not self._way.needs_all_ranks, alone or self._way.sums != "added"
-        if kind < 0.05 and alone:
+        ranks, chance, absent = range(self._ctx.world_size), draw.random(), None
+        may_skip_branch = is_only or self._mode.accumulation != "sum of means"
+        may_skip_backward = is_only and not self._mode.needs_all_ranks
+        if chance < 0.05 and may_skip_backward:
             absent = draw.randrange(self._ctx.world_size)
-        without = [kind > 0.85 and any_order and draw.random() < 0.5 for _ in ranks]
+        skips_branch = [chance > 0.85 and may_skip_branch and draw.random() < 0.5 for _ in ranks]
         self.record.events["a rank without backward"] += absent is not None
-        self.record.events["ranks without the branch"] += any(without)
-        return [Share(rank != absent, not without[rank]) for rank in ranks]
+        self.record.events["ranks without the branch"] += any(skips_branch)
+        return [RankPass(rank != absent, not skips_branch[rank]) for rank in ranks]
 
-    def _backward(self, number: int, shares: list[Share], is_local: bool) -> torch.Tensor:
-        mine = shares[self._ctx.rank]
-        with self._way.no_sync() if is_local else nullcontext():
-            # All ranks make the forward pass, in which buffers travel.
-            loss = loss_of(self._way.forward, self._position + number, self._ctx.rank, use_branch=mine.uses_branch)
+    def _backward(self, number: int, rank_passes: list[RankPass], is_local: bool) -> torch.Tensor:
+        mine = rank_passes[self._ctx.rank]
+        with self._mode.no_sync() if is_local else nullcontext():
+            # All ranks make the forward pass, which broadcasts buffers.
+            loss = loss_of(self._mode.forward, self._position + number, self._ctx.rank, use_branch=mine.uses_branch)
             if mine.takes_part:
                 torch.autograd.backward(loss)
         if not is_local:
-            self._way.after_backward()
+            self._mode.after_backward()
         return loss.detach()
 
     def _clip(self) -> torch.Tensor:
         self.record.events["clipped"] += 1
-        return self._way.optimizer.clip_grad_norm_(CLIP)
+        return self._mode.optimizer.clip_grad_norm_(MAX_NORM)
 
-    def _after_the_step(self, draw: random.Random) -> None:
+    def _after_step(self, draw: random.Random) -> None:
         if draw.random() < 0.3:
             self.record.events["scheduler"] += 1
             self._scheduler.step()
@@ -521,142 +539,143 @@ class LongRun:
         if kind == "model":
             self._model.zero_grad()
         else:
-            self._way.optimizer.zero_grad(set_to_none=kind == "optimizer")
+            self._mode.optimizer.zero_grad(set_to_none=kind == "optimizer")
         if self._oracle:
             self._oracle.optimizer.zero_grad(set_to_none=kind != "zeros")
 
     def _clear(self) -> None:
-        self._way.optimizer.zero_grad()
-        if self._way.optimizer._peer_checkpointer is not None:
-            self._way.optimizer._peer_checkpointer.wait()
+        self._mode.optimizer.zero_grad()
+        if self._mode.optimizer._peer_checkpointer is not None:
+            self._mode.optimizer._peer_checkpointer.wait()
         if self._oracle:
             self._oracle.optimizer.zero_grad()
 
-    # ---- events, each named in EVENTS
+    # ---- events: methods named as in EVENTS
 
     def _nothing(self, _: random.Random) -> None:
         pass
 
-    def _save(self, _: random.Random | None = None, *, behind: bool = False) -> None:
+    def _save(self, _: random.Random | None = None, *, in_background: bool = False) -> None:
         self._saved += 1
-        save = checkpoint.async_save if behind else checkpoint.save
-        saved = save(
+        save = checkpoint.async_save if in_background else checkpoint.save
+        result = save(
             self._folder,
             step=self._saved,
             model=self._model,
-            optimizer=self._way.optimizer,
+            optimizer=self._mode.optimizer,
             scheduler=self._scheduler,
             extra={"position": self._position},
             keep=2,
         )
-        self._saving = saved if isinstance(saved, checkpoint.SaveHandle) else None
+        self._save_handle = result if isinstance(result, checkpoint.SaveHandle) else None
         if self._oracle:
             self._oracle.save(self._saved)
 
-    def _save_in_the_background(self, draw: random.Random) -> None:
-        self._save(draw, behind=True)
+    def _async_save(self, draw: random.Random) -> None:
+        self._save(draw, in_background=True)
 
     def _load(self, _: random.Random) -> None:
-        """The run goes back to where it was."""
-        found = checkpoint.load(
-            self._folder, model=self._model, optimizer=self._way.optimizer, scheduler=self._scheduler
+        """Load the latest checkpoint."""
+        result = checkpoint.load(
+            self._folder, model=self._model, optimizer=self._mode.optimizer, scheduler=self._scheduler
         )
-        assert found.step == self._saved
-        self._position = found.extra["position"]
+        assert result.step == self._saved
+        self._position = result.extra["position"]
         if self._oracle:
             self._oracle.load(self._saved)
         self._compare()
 
-    def _state_through_a_dict(self, _: random.Random) -> None:
-        mine = self._way.optimizer.full_state_dict()
+    def _state_dict_round_trip(self, _: random.Random) -> None:
+        state_dict = self._mode.optimizer.full_state_dict()
         if self._oracle:
-            assert mine is not None
-            assert_same_state(mine["state"], self._oracle.optimizer.state_dict()["state"])
-        self._way.optimizer.load_state_dict(broadcast_object(mine, 0))
+            assert state_dict is not None
+            assert_same_state(state_dict["state"], self._oracle.optimizer.state_dict()["state"])
+        self._mode.optimizer.load_state_dict(broadcast_object(state_dict, 0))
 
-    def _add_a_group(self, _: random.Random) -> None:
-        """Once, and in the first half of a segment."""
+    def _add_group(self, _: random.Random) -> None:
+        """Add the group, if it is missing and this is the first half of a segment."""
         if self._added or self._step % self._plan.segment >= self._plan.segment // 2:
             return
         self._added = True
         self._model.later.requires_grad_(True)
-        self._way.optimizer.add_param_group(groups_of(self._model, added=True)[-1])
-        self._scheduler = scheduler_of(self._way.optimizer)
-        self._way.other_params_train()
+        self._mode.optimizer.add_param_group(make_groups(self._model, added=True)[-1])
+        self._scheduler = make_scheduler(self._mode.optimizer)
+        self._mode.after_requires_grad_change()
         if self._oracle:
             self._oracle.add_group()
         self.record.events["added"] += 1
-        self._save()  # what was saved before has a group less
+        self._save()  # earlier checkpoints have one group less
 
-    def _freeze_or_thaw(self, draw: random.Random) -> None:
+    def _freeze_or_unfreeze(self, draw: random.Random) -> None:
         name = draw.choice(FREEZABLE)
         for model in (self._model, self._oracle.model) if self._oracle else (self._model,):
             param = model.get_parameter(name)
             param.requires_grad_(not param.requires_grad)
-        self._way.other_params_train()
+        self._mode.after_requires_grad_change()
 
     @torch.no_grad()
     def _evaluate(self, _: random.Random) -> None:
-        """As scripts do between steps."""
+        """Evaluate as scripts do between steps."""
         self._model.eval()
         loss_of(self._model, self._position, self._ctx.rank)
         self._model.train()
 
-    def _a_closure_fails(self, draw: random.Random) -> None:
-        """On one rank, which makes no backward pass unless others rely on it."""
+    def _fail_in_closure(self, draw: random.Random) -> None:
+        """Fail on one rank, which makes no backward pass unless others need it."""
         ranks, failing = range(self._ctx.world_size), draw.randrange(self._ctx.world_size)
-        shares = [Share(rank != failing or self._way.needs_all_ranks, True) for rank in ranks]
+        rank_passes = [RankPass(rank != failing or self._mode.needs_all_ranks, True) for rank in ranks]
 
         def closure() -> torch.Tensor:
-            loss = self._backward(0, shares, False)
+            loss = self._backward(0, rank_passes, False)
             if self._ctx.rank == failing:
                 raise OSError("on purpose")
             return loss
 
-        with self._raised(failing):
-            self._way.optimizer.step(closure)
+        with self._assert_raises(failing):
+            self._mode.optimizer.step(closure)
         self._clear()
 
-    def _a_step_fails(self, draw: random.Random) -> None:
-        """On one rank, when others have made theirs: all go back to what was saved."""
+    def _fail_in_step(self, draw: random.Random) -> None:
+        """Fail on one rank after others have updated their parameters. All load the latest checkpoint."""
         failing = draw.randrange(self._ctx.world_size)
-        self._backward(0, [Share(True, True)] * self._ctx.world_size, False)
+        self._backward(0, [RankPass(True, True)] * self._ctx.world_size, False)
 
-        def refuse(*_: Any) -> None:
+        def fail(*_: Any) -> None:
             raise OSError("on purpose")
 
-        hook = self._way.optimizer.optim.register_step_pre_hook(refuse) if self._ctx.rank == failing else None
-        with self._raised(failing):
-            self._way.optimizer.step()
+        hook = self._mode.optimizer.optim.register_step_pre_hook(fail) if self._ctx.rank == failing else None
+        with self._assert_raises(failing):
+            self._mode.optimizer.step()
         if hook is not None:
             hook.remove()
         self._clear()
         self._load(draw)
 
     @contextmanager
-    def _raised(self, failing: int) -> Iterator[None]:
+    def _assert_raises(self, failing: int) -> Iterator[None]:
         error = OSError if self._ctx.rank == failing else RankFailedError
         with pytest.raises(error, match="on purpose"):
             yield
 
-    # ---- what is looked at
+    # ---- checks
 
     def _compare(self) -> None:
         if self._oracle:
-            self._oracle.compare(self._model, f"after step {self._step} ({self._done}) with {self._way.name}")
+            self._oracle.compare(self._model, f"after step {self._step} ({self._last_passes}) with {self._mode.name}")
 
     def _digest(self) -> str:
-        """Of all parameters, and of the state that this rank holds."""
+        """Digest of all parameters and of this rank's state."""
         tensors = [param.detach() for param in self._model.parameters()]
         for param in self._model.parameters():
-            tensors += [it for it in self._way.optimizer.state.get(param, {}).values() if isinstance(it, torch.Tensor)]
+            values = self._mode.optimizer.state.get(param, {}).values()
+            tensors += [value for value in values if isinstance(value, torch.Tensor)]
         data = b"".join(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
         return hashlib.blake2b(data, digest_size=16).hexdigest()
 
     def _footprint(self) -> Footprint:
-        if self._saving is not None:
-            self._saving.wait()
+        if self._save_handle is not None:
+            self._save_handle.wait()
         dist.barrier()
         if self._ctx.rank == 0:
-            assert_swept(self._folder)
+            assert_no_leftovers(self._folder)
         return footprint()

@@ -1,4 +1,4 @@
-"""Optimizers to shard: odd ones written for tests, torch's own, and third-party packages with the page that lists them."""
+"""Optimizers to shard: unusual ones for tests, torch's own, and third-party ones with the page that lists them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from zeroshard import (
 
 
 class Keeper(Optimizer):
-    """Momentum, and beside it all kinds of containers and plain values."""
+    """SGD with momentum whose state also holds all kinds of containers and plain values."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -75,12 +75,14 @@ def _containers(param: torch.Tensor, calls: int) -> dict[str, Any]:
     }
 
 
-# ---- Updates by blocks
+# ---- Blockwise updates
 
 
 class Blocks(Optimizer):
-    """Keeps a momentum, and divides it by its largest value in each block: of parameters that are large enough, and
-    can be divided into blocks. The others are updated by their momentum as it is."""
+    """SGD with momentum, which is divided by its largest absolute value in each block.
+
+    Parameters that are small, or that cannot be divided into blocks, are updated by the momentum itself.
+    """
 
     def __init__(self, params: Any, lr: float = 0.1, block: int = 256, least: int = 512) -> None:
         super().__init__(params, {"lr": lr, "block": block, "least": least})
@@ -107,10 +109,10 @@ Closure = Callable[[], Any]
 
 
 class Assigning(torch.optim.Optimizer):
-    """SGD that exchanges the memory of its parameters, and of its momenta, in every step."""
+    """SGD that replaces the storage of its parameters and momenta in every step."""
 
     becomes: dict[str, Any] | None = None
-    """What `.data` is made of by `to` before it is assigned, once."""
+    """Arguments of `.to()` for the new `.data` in the next step only."""
 
     def __init__(self, params: Any, lr: float = 0.1, momentum: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
@@ -119,25 +121,25 @@ class Assigning(torch.optim.Optimizer):
     def step(self, closure: Closure | None = None) -> Any:
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        others, self.becomes = self.becomes or {}, None
+        conversion, self.becomes = self.becomes or {}, None
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    known = self.state[param].get("momentum_buffer", torch.zeros_like(param))
-                    change = self.state[param]["momentum_buffer"] = known * group["momentum"] + param.grad
-                    param.data = (param.data - group["lr"] * change).to(**others)
+                    momentum = self.state[param].get("momentum_buffer", torch.zeros_like(param))
+                    update = self.state[param]["momentum_buffer"] = momentum * group["momentum"] + param.grad
+                    param.data = (param.data - group["lr"] * update).to(**conversion)
         return loss
 
 
 class Sam(torch.optim.Optimizer):
-    """Updates parameters by gradients of a place nearby, and goes back by an assignment, as published code does."""
+    """SAM: updates with gradients at a nearby point. Restores the parameters by assignment, as published code does."""
 
     def __init__(self, params: Any, lr: float = 0.1, rho: float = 0.05) -> None:
         super().__init__(params, {"lr": lr, "rho": rho})
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
-        closure = torch.enable_grad()(closure or _nothing)
+        closure = torch.enable_grad()(closure or _keep_grads)
         closure()
         for group in self.param_groups:
             for param in group["params"]:
@@ -153,8 +155,8 @@ class Sam(torch.optim.Optimizer):
         return loss
 
 
-def _nothing() -> None:
-    """A closure that leaves gradients as they are."""
+def _keep_grads() -> None:
+    """Leave gradients unchanged. Used as a closure."""
 
 
 # ---- Optimizer classes that docs/optimizers.md lists
@@ -162,7 +164,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """One class with its options, and what it needs."""
+    """An optimizer class, its options and how to test it."""
 
     package: str
     name: str
@@ -170,40 +172,42 @@ class Case:
     model: str = "Branches"
     """A class of this file."""
     eager: bool = False
-    """It compiles its steps, which takes many seconds a shape."""
+    """Run without the compiler: the class compiles its steps, which takes many seconds per shape."""
     is_refused: bool = False
-    """It cannot be right when it is sharded."""
+    """Whether it is rejected, because it would be wrong when sharded."""
     by_dimensions: str = ""
-    """An option of groups that is true for matrices and false for the rest."""
+    """A group option that is true for matrices and false for other parameters."""
 
     @property
     def title(self) -> str:
         return f"{self.package}.{self.name}"
 
-    def factory(self) -> Any:
-        """Raises ImportError where it is not installed."""
+    def load_class(self) -> Any:
+        """Import the optimizer class. Raise ImportError if it is not installed."""
         *path, name = self.name.split(".")
         return getattr(importlib.import_module(".".join([self.package, *path])), name)
 
-    def arguments(self) -> dict[str, Any]:
+    def copy_options(self) -> dict[str, Any]:
         return copy.deepcopy(dict(self.options))
 
-    def handed(self, model: nn.Module) -> list[Any]:
-        """What of a model it is made of."""
+    def params_for(self, model: nn.Module) -> list[Any]:
+        """Return the parameters or groups of a model."""
         params = list(model.parameters())
         if not self.by_dimensions:
             return params
-        kinds = {matrix: [param for param in params if (param.dim() > 1) is matrix] for matrix in (True, False)}
-        return [{"params": kind, self.by_dimensions: matrix} for matrix, kind in kinds.items()]
+        groups = {
+            is_matrix: [param for param in params if (param.dim() > 1) is is_matrix] for is_matrix in (True, False)
+        }
+        return [{"params": group, self.by_dimensions: is_matrix} for is_matrix, group in groups.items()]
 
     def make_model(self, seed: int) -> nn.Module:
         torch.manual_seed(seed)
-        made: nn.Module = globals()[self.model]()
-        return made
+        model: nn.Module = globals()[self.model]()
+        return model
 
 
 class Branches(nn.Module):
-    """Large parameters with and without a size that is a multiple of 256, and small ones."""
+    """Small parameters, and large ones whose size is or is not a multiple of 256."""
 
     bias = True
 
@@ -217,33 +221,33 @@ class Branches(nn.Module):
         return out
 
     def loss(self, number: int) -> Tensor:
-        draw = torch.Generator().manual_seed(number)
-        out = self(torch.randn(8, 48, generator=draw))
-        loss: Tensor = (out - torch.randn(8, 18, generator=draw)).square().mean()
+        generator = torch.Generator().manual_seed(number)
+        out = self(torch.randn(8, 48, generator=generator))
+        loss: Tensor = (out - torch.randn(8, 18, generator=generator)).square().mean()
         return loss
 
 
 class Matrices(Branches):
-    """No parameter of one dimension."""
+    """Has only matrices."""
 
     bias = False
 
 
-class Rows(nn.Module):
-    """Its gradients are sparse."""
+class SparseEmbedding(nn.Module):
+    """Has sparse gradients."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows = nn.Embedding(20, 6, sparse=True)
+        self.embedding = nn.Embedding(20, 6, sparse=True)
 
     def loss(self, number: int) -> Tensor:
-        draw = torch.Generator().manual_seed(number)
-        loss: Tensor = self.rows(torch.randint(20, (7,), generator=draw)).square().sum()
+        generator = torch.Generator().manual_seed(number)
+        loss: Tensor = self.embedding(torch.randint(20, (7,), generator=generator)).square().sum()
         return loss
 
 
 def version_of(package: str) -> str | None:
-    """None where it is not installed."""
+    """Return the installed version of a package, or None if it is not installed."""
     try:
         return importlib.metadata.version(package).partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
@@ -264,12 +268,12 @@ TORCH = [
     Case("torch", "optim.ASGD", {"lr": 0.01, "t0": 1.0}),
     Case("torch", "optim.Adafactor", {"lr": 0.01}),
     Case("torch", "optim.Muon", {"lr": 0.01}, model="Matrices"),
-    Case("torch", "optim.SparseAdam", {"lr": 0.01}, model="Rows", is_refused=True),
+    Case("torch", "optim.SparseAdam", {"lr": 0.01}, model="SparseEmbedding", is_refused=True),
     Case("torch", "optim.LBFGS", {"lr": 0.1}, is_refused=True),
 ]
 TORCHAO = [
-    Case("torchao", f"optim.{name}", {"lr": 0.01, **more}, eager=True)
-    for name, more in [
+    Case("torchao", f"optim.{name}", {"lr": 0.01, **options}, eager=True)
+    for name, options in [
         ("AdamW8bit", {"weight_decay": 0.1}),
         ("Adam8bit", {}),
         ("AdamW4bit", {}),
@@ -314,83 +318,82 @@ COLLECTION = [
 CASES = [*TORCH, *TORCHAO, *BITSANDBYTES, *SCHEDULEFREE, *PRODIGY, *COLLECTION]
 
 
-# ---- One optimizer on 1, 2 and 3 ranks beside itself unsharded
+# ---- Compare an optimizer that is sharded over 1, 2 and 3 ranks with the unsharded one
 
-SIZES = (1, 2, 3)
+WORLD_SIZES = (1, 2, 3)
 STEPS = 3
-MORE = 2
-"""Steps after each load."""
+STEPS_AFTER_LOAD = 2
 BITWISE = "bitwise"
 NOTHING = "-"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What became of it, as the page tells it."""
+    """The result of a case: its cells on the page."""
 
     partition: str
     training: str = NOTHING
     state: str = NOTHING
 
 
-def try_out(ctx: RankContext, case: Case, folder: Path) -> Report:
-    """Called on 3 ranks. Raises where it is neither right nor refused."""
-    groups = {size: dist.new_group(list(range(size))) for size in SIZES}
+def compare_with_unsharded(ctx: RankContext, case: Case, folder: Path) -> Report:
+    """Test a case on 3 ranks. Raise if the optimizer is accepted but its results are not bit-identical."""
+    groups = {size: dist.new_group(list(range(size))) for size in WORLD_SIZES}
     stance: Any = torch.compiler.set_stance("force_eager") if case.eager else nullcontext()
     with stance, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            runs = {size: Run(case, size, groups[size]) for size in reversed(SIZES) if ctx.rank < size}
+            runs = {size: ShardedRun(case, size, groups[size]) for size in reversed(WORLD_SIZES) if ctx.rank < size}
         except ConfigError as error:
-            return Report(f"refused: {_sentence(error)}")
+            return Report(f"refused: {_first_sentence(error)}")
         for run in runs.values():
             run.train(STEPS)
-            run.evaluate()
-        partition = _in_words(runs[3].zero)
-        _require_cuts(runs[3].zero, partition)
+            run.switch_modes()
+        partition = _describe_partition(runs[3].zero)
+        _check_partition(runs[3].zero, partition)
         try:
             runs[3].zero.full_state_dict()
         except CheckpointError as error:
-            return Report(partition, BITWISE, f"refused: {_unsafe(error)}")
-        _through_a_dict(case, runs)
-        _through_files(runs, groups[2] if ctx.rank < 2 else None, folder)
+            return Report(partition, BITWISE, f"refused: {_rejected_type(error)}")
+        _check_state_dict(case, runs)
+        _check_checkpoint(runs, groups[2] if ctx.rank < 2 else None, folder)
         return Report(partition, BITWISE, BITWISE)
 
 
-def _sentence(error: Exception) -> str:
+def _first_sentence(error: Exception) -> str:
     return str(error).partition(". ")[0].partition("\n")[0]
 
 
-def _unsafe(error: Exception) -> str:
-    found = re.search(r"an? \w+ cannot be sent safely", str(error))
-    assert found, error
-    return found.group()
+def _rejected_type(error: Exception) -> str:
+    match = re.search(r"an? \w+ cannot be sent safely", str(error))
+    assert match, error
+    return match.group()
 
 
-def _in_words(zero: ShardedOptimizer) -> str:
+def _describe_partition(zero: ShardedOptimizer) -> str:
     (partition,) = zero._builder.partitioning.partitioners
     if not isinstance(partition, FlatShards):
         return "whole parameters"
-    grain = partition.granularity
-    assert grain is not None, "the self-test has found one"
-    if grain.is_elementwise:
+    granularity = partition.granularity
+    assert granularity is not None, "the probe must find a granularity"
+    if granularity.is_elementwise:
         return "cut anywhere"
-    return f"cut at multiples of {grain.align}, into pieces of {grain.min_numel} or more"
+    return f"cut at multiples of {granularity.align}, into pieces of {granularity.min_numel} or more"
 
 
-def _require_cuts(zero: ShardedOptimizer, partition: str) -> None:
-    """What is cut is cut in fact, and what is not is not."""
-    pieces = [len(zero.layout.param_shards(spec.index)) for spec in zero.layout.params]
-    assert (max(pieces) > 1) == partition.startswith("cut"), (pieces, partition)
+def _check_partition(zero: ShardedOptimizer, partition: str) -> None:
+    """Check that the layout splits parameters if the description says so, and only then."""
+    num_shards = [len(zero.layout.param_shards(spec.index)) for spec in zero.layout.params]
+    assert (max(num_shards) > 1) == partition.startswith("cut"), (num_shards, partition)
 
 
-class Plain:
-    """The optimizer unsharded, with the mean of the gradients of some ranks: the same on each rank."""
+class UnshardedRun:
+    """The unsharded optimizer, trained with the mean gradients of some ranks. It is the same on each rank."""
 
     def __init__(self, case: Case) -> None:
         self.model, self.steps = case.make_model(0), 0
-        self.optimizer = case.factory()(case.handed(self.model), **case.arguments())
-        _switch(self.optimizer, "train")
+        self.optimizer = case.load_class()(case.params_for(self.model), **case.copy_options())
+        _set_mode(self.optimizer, "train")
 
     def train(self, steps: int, ranks: int) -> None:
         for _ in range(steps):
@@ -398,24 +401,23 @@ class Plain:
             self.optimizer.step()
             self.steps += 1
 
-    def evaluate(self) -> None:
-        _switch(self.optimizer, "eval")
-        _switch(self.optimizer, "train")
+    def switch_modes(self) -> None:
+        _set_mode(self.optimizer, "eval")
+        _set_mode(self.optimizer, "train")
 
 
-class Run:
-    """A model that is sharded over some ranks, beside the plain one."""
+class ShardedRun:
+    """A model whose optimizer is sharded over some ranks, and the unsharded run to compare it with."""
 
     def __init__(self, case: Case, size: int, group: dist.ProcessGroup) -> None:
         self._size, self._rank = size, dist.get_rank(group)
-        self.plain, self.model = Plain(case), case.make_model(self._rank)
-        self.zero = shard(
-            self.model, case.factory(), params=case.handed(self.model), process_group=group, **case.arguments()
-        )
-        _switch(self.zero, "train")
+        self.plain, self.model = UnshardedRun(case), case.make_model(self._rank)
+        params, options = case.params_for(self.model), case.copy_options()
+        self.zero = shard(self.model, case.load_class(), params=params, process_group=group, **options)
+        _set_mode(self.zero, "train")
 
     def train(self, steps: int) -> None:
-        """After each step all parameters have the same bits."""
+        """Train both. Check after each step that all parameters are bit-identical."""
         for _ in range(steps):
             backward(self.model, self.plain.steps, self._rank)
             self.zero.step()
@@ -423,19 +425,19 @@ class Run:
             self.plain.train(1, self._size)
             self.compare()
 
-    def evaluate(self) -> None:
-        """Weights are those that the plain optimizer evaluates, and training goes on from where it was."""
+    def switch_modes(self) -> None:
+        """Switch both to evaluation and back to training. Compare the parameters in both modes."""
         for mode in ("eval", "train"):
-            _switch(self.plain.optimizer, mode)
-            _switch(self.zero, mode)
+            _set_mode(self.plain.optimizer, mode)
+            _set_mode(self.zero, mode)
             self.compare()
 
     def compare(self) -> None:
         assert_same(self.model.state_dict(), self.plain.model.state_dict(), f"the model after {self.plain.steps} steps")
 
 
-def _switch(optimizer: Any, mode: str) -> None:
-    """Of schedule-free optimizers, which have modes."""
+def _set_mode(optimizer: Any, mode: str) -> None:
+    """Set the mode of a schedule-free optimizer. Others have no modes."""
     if hasattr(optimizer, mode):
         getattr(optimizer, mode)()
 
@@ -446,45 +448,45 @@ def backward(model: nn.Module, step: int, rank: int) -> None:
 
 
 def set_mean_grads(model: nn.Module, step: int, ranks: int) -> None:
-    """The mean over all ranks, added up in their order, as it is between them."""
+    """Set gradients to the mean over all ranks, summed in rank order."""
     means: list[torch.Tensor] = []
     for rank in range(ranks):
         model.zero_grad()
         backward(model, step, rank)
-        mine = [param.grad * (1 / ranks) for param in model.parameters() if param.grad is not None]
-        means = [a + b for a, b in zip(means, mine, strict=True)] if means else mine
+        grads = [param.grad * (1 / ranks) for param in model.parameters() if param.grad is not None]
+        means = [a + b for a, b in zip(means, grads, strict=True)] if means else grads
     for param, mean in zip(model.parameters(), means, strict=True):
         param.grad = mean
 
 
-def _through_a_dict(case: Case, runs: dict[int, Run]) -> None:
-    """From 2 ranks to 3, and from those to the plain optimizer."""
-    runs[3].plain = _trained_by_two(case)
-    mine = (runs[2].zero.full_state_dict(), runs[2].model.state_dict()) if 2 in runs else None
-    saved, weights = broadcast_object(mine, 0)
+def _check_state_dict(case: Case, runs: dict[int, ShardedRun]) -> None:
+    """Load state dicts from 2 ranks on 3 ranks, and from there into the unsharded optimizer."""
+    runs[3].plain = _train_for_two_ranks(case)
+    state = (runs[2].zero.full_state_dict(), runs[2].model.state_dict()) if 2 in runs else None
+    optimizer_state, weights = broadcast_object(state, 0)
     runs[3].model.load_state_dict(weights)
-    runs[3].zero.load_state_dict(saved)
-    runs[3].train(MORE)
+    runs[3].zero.load_state_dict(optimizer_state)
+    runs[3].train(STEPS_AFTER_LOAD)
     runs[3].plain.optimizer.load_state_dict(broadcast_object(runs[3].zero.full_state_dict(), 0))
     runs[3].train(1)
 
 
-def _trained_by_two(case: Case) -> Plain:
-    """As beside 2 ranks, also on the third."""
-    plain = Plain(case)
+def _train_for_two_ranks(case: Case) -> UnshardedRun:
+    """Return the unsharded run of 2 ranks, which the third rank does not have."""
+    plain = UnshardedRun(case)
     plain.train(STEPS, 2)
-    plain.evaluate()
+    plain.switch_modes()
     return plain
 
 
-def _through_files(runs: dict[int, Run], group: dist.ProcessGroup | None, folder: Path) -> None:
-    """From 3 ranks to 2."""
+def _check_checkpoint(runs: dict[int, ShardedRun], group: dist.ProcessGroup | None, folder: Path) -> None:
+    """Save on 3 ranks and load on 2."""
     checkpoint.save(folder, step=1, model=runs[3].model, optimizer=runs[3].zero)
     if group is not None:
         checkpoint.load(folder, model=runs[2].model, optimizer=runs[2].zero, process_group=group)
         runs[2].plain = runs[3].plain
         runs[2].compare()
-        runs[2].train(MORE)
+        runs[2].train(STEPS_AFTER_LOAD)
 
 
 # ---- The page docs/optimizers.md
@@ -499,7 +501,7 @@ Written by `make table`, which runs `tests/distributed/test_optimizers.py`. Do n
 Each optimizer is made by `zeroshard.shard` on 1, 2 and 3 processes (gloo, CPU, float32) beside itself unsharded, which gets the mean
 of all ranks' gradients. *Training*: all parameters have the same bits after each of {STEPS} steps and, where it has `train()` and `eval()`, after
 each change of mode. *State*: `full_state_dict` takes it from 2 ranks to 3 and from there to the plain optimizer, and
-`zeroshard.checkpoint` from 3 ranks to 2, with {MORE} further steps after each that have the same bits again.
+`zeroshard.checkpoint` from 3 ranks to 2, with {STEPS_AFTER_LOAD} further steps after each that have the same bits again.
 
 How it is *cut* is found by stepping the class on small tensors when it is made; see
 [decision 3](decisions/0003-probe-optimizer-classes.md) and [decision 14](decisions/0014-shard-granularity.md). So a class that is not listed
@@ -518,7 +520,7 @@ def cases_of(package: str) -> list[Case]:
 
 
 def section(package: str, reports: Mapping[str, Report]) -> str:
-    """What was found of the classes of one package."""
+    """Return the section of the page about one package."""
     rows = [_row(case, reports[case.title]) for case in cases_of(package)]
     return "\n".join([f"## {package} {version_of(package)}", "", COLUMNS, *rows]) + "\n"
 
@@ -528,12 +530,13 @@ def page(sections: Iterable[str]) -> str:
 
 
 def sections_of(text: str) -> dict[str, str]:
-    """Those of a page, by package."""
-    found = re.split(r"^(?=## )", text, flags=re.MULTILINE)[1:]
-    return {part.split()[1]: part.rstrip("\n") + "\n" for part in found}
+    """Split a page into its sections, by package."""
+    sections = re.split(r"^(?=## )", text, flags=re.MULTILINE)[1:]
+    return {section.split()[1]: section.rstrip("\n") + "\n" for section in sections}
 
 
 def version_in(section: str) -> str:
+    """Return the version of the package that a section is about."""
     return section.split()[2]
 
 

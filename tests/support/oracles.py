@@ -1,10 +1,11 @@
-"""Oracles: the unsharded optimizer, DDP and sums in rank order, each beside the optimizer under test.
+"""Oracles: parity runs train the optimizer under test and a reference on the same data, and compare them.
 
-`Twins` compares the drop-in on equal gradients, `DdpTwins` the overlap hooks, `ShardTwins` and `Pair` a model under
-`shard` with DDP, `RulesPair` several optimizer classes, `hybrid_pair` a grid of ranks.
+`ParityRun`: the drop-in and the plain optimizer, on equal gradients. `OverlapParityRun`: the overlap hooks and DDP.
+`DdpParityRun` and `ShardParityRun`: a model under `shard` and DDP. `RulesParityRun`: several optimizer classes.
+`hybrid_parity_run`: hybrid sharding.
 """
 
-# Annotations are evaluated here: DDP compares those of a communication hook with `GradBucket`.
+# No `from __future__ import annotations`: DDP compares the annotations of a communication hook with `GradBucket`.
 
 import copy
 import inspect
@@ -44,10 +45,10 @@ from zeroshard.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interle
 from zeroshard.engine.ddp import CommHook
 from zeroshard.layout.spec import ParamSpec
 
-# ---- The drop-in beside the plain optimizer, on equal gradients
+# ---- The drop-in and the plain optimizer, on equal gradients
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
-"""Its version, for what older ones do not do."""
+"""Version of torch, for features that older ones lack."""
 
 
 def small_model(seed: int = 0, width: int = 7) -> nn.Sequential:
@@ -57,29 +58,29 @@ def small_model(seed: int = 0, width: int = 7) -> nn.Sequential:
 
 
 def set_grads(params: Iterable[torch.Tensor], step: int) -> None:
-    """Gradients that depend on the step and the place of the parameter, and on nothing else."""
-    for place, param in enumerate(params):
-        wave = torch.arange(param.numel(), dtype=torch.float64).mul_(0.7).add_(3 * step + place).sin_()
+    """Set gradients that depend only on the step and the index of the parameter."""
+    for index, param in enumerate(params):
+        wave = torch.arange(param.numel(), dtype=torch.float64).mul_(0.7).add_(3 * step + index).sin_()
         values = torch.complex(wave, wave.flip(0)) if param.is_complex() else wave
         param.grad = torch.empty_like(param).copy_(values.view(param.shape))
 
 
-def in_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Three groups, one of them empty, in another order than the model's."""
+def three_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Three groups, one of them empty, not in the order of the model."""
     first, *rest = model.parameters()
     return [{"params": rest, "lr": 0.3}, {"params": []}, {"params": [first], "weight_decay": 0.1}]
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """The second is too small for every rank to own something in it."""
+    """Two groups; the second is too small for every rank to own a part."""
     *others, last = model.parameters()
     return [{"params": others}, {"params": [last], "lr": 0.05}]
 
 
-class Twins:
-    """A sharded optimizer and the plain one, on equal models that get equal gradients.
+class ParityRun:
+    """A sharded and a plain optimizer, on equal models with equal gradients.
 
-    `handed` says what of the model is handed to the optimizers; `zero_only` are options of the sharded one.
+    `get_params` returns the parameters or groups of a model; `zero_only` are options of the sharded optimizer only.
     """
 
     def __init__(
@@ -87,22 +88,22 @@ class Twins:
         factory: Callable[..., Optimizer],
         *,
         model: Callable[[], nn.Module] = small_model,
-        handed: Callable[[nn.Module], Any] = nn.Module.parameters,
+        get_params: Callable[[nn.Module], Any] = nn.Module.parameters,
         zero_only: Mapping[str, Any] = MappingProxyType({}),
         **options: Any,
     ) -> None:
         self.model, self.plain_model = model(), model()
-        self.zero = ZeroRedundancyOptimizer(handed(self.model), factory, **zero_only, **copy.deepcopy(options))
-        self.plain = factory(handed(self.plain_model), **options)
+        self.zero = ZeroRedundancyOptimizer(get_params(self.model), factory, **zero_only, **copy.deepcopy(options))
+        self.plain = factory(get_params(self.plain_model), **options)
         self.steps = 0
 
     @property
     def sides(self) -> list[tuple[Any, Any]]:
-        """Both models, each with its optimizer."""
+        """Both models with their optimizers, the sharded one first."""
         return [(self.model, self.zero), (self.plain_model, self.plain)]
 
     def train(self, steps: int, grads: Callable[[Iterable[torch.Tensor], int], None] = set_grads) -> None:
-        """Steps of both, after each of which they must be equal. Frozen parameters get no new gradients."""
+        """Step both and compare them after each step. Frozen parameters get no new gradients."""
         for _ in range(steps):
             for model, optimizer in self.sides:
                 grads([param for param in model.parameters() if param.requires_grad], self.steps)
@@ -111,7 +112,7 @@ class Twins:
             self.check()
 
     def check(self) -> None:
-        """All parameters are equal, and all options of the groups."""
+        """Compare all parameters and all options of the groups."""
         assert_same(self.model.state_dict(), self.plain_model.state_dict(), "the model")
         ours, theirs = ([_options(group) for group in opt.param_groups] for opt in (self.zero, self.plain))
         assert_same(ours, theirs, "param_groups")
@@ -122,8 +123,8 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Parameters have the same values afterwards, each in memory of its own."""
+def assert_params_unchanged(model: nn.Module) -> Iterator[None]:
+    """Check that the body leaves parameters with the same values, each in its own storage."""
     before = [param.detach().clone() for param in model.parameters()]
     yield
     params = list(model.parameters())
@@ -132,30 +133,31 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
     assert len({param.untyped_storage().data_ptr() for param in params}) == len(params)
 
 
-def assert_same(found: Any, expected: Any, where: str = "it") -> None:
-    """Nested values are equal: in types, keys, order, shapes, strides, dtypes and every bit of every tensor."""
-    assert type(found) is type(expected), f"{where} is a {type(found)} instead of a {type(expected)}"
+def assert_same(found: Any, expected: Any, label: str = "value") -> None:
+    """Check that nested values are equal: types, keys, order, shapes, strides, dtypes and bits of all tensors."""
+    assert type(found) is type(expected), f"{label} is a {type(found)} instead of a {type(expected)}"
     if isinstance(expected, torch.Tensor):
-        assert _kind(found) == _kind(expected), f"{where}: {_kind(found)} instead of {_kind(expected)}"
-        assert torch.equal(found.to_dense(), expected.to_dense()), f"{where}: {found} instead of {expected}"
+        ours, theirs = _tensor_type(found), _tensor_type(expected)
+        assert ours == theirs, f"{label}: {ours} instead of {theirs}"
+        assert torch.equal(found.to_dense(), expected.to_dense()), f"{label}: {found} instead of {expected}"
     elif isinstance(expected, Mapping):
-        assert list(found) == list(expected), f"{where} has the keys {list(found)} instead of {list(expected)}"
+        assert list(found) == list(expected), f"{label} has the keys {list(found)} instead of {list(expected)}"
         for key, value in expected.items():
-            assert_same(found[key], value, f"{where}[{key!r}]")
+            assert_same(found[key], value, f"{label}[{key!r}]")
     elif isinstance(expected, Sequence) and not isinstance(expected, (str, bytes)):
-        assert len(found) == len(expected), f"{where} has {len(found)} items instead of {len(expected)}"
-        for place, (item, wanted) in enumerate(zip(found, expected, strict=True)):
-            assert_same(item, wanted, f"{where}[{place}]")
+        assert len(found) == len(expected), f"{label} has {len(found)} items instead of {len(expected)}"
+        for index, (found_item, expected_item) in enumerate(zip(found, expected, strict=True)):
+            assert_same(found_item, expected_item, f"{label}[{index}]")
     else:
-        assert found == expected, f"{where} is {found!r} instead of {expected!r}"
+        assert found == expected, f"{label} is {found!r} instead of {expected!r}"
 
 
-def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _tensor_type(tensor: torch.Tensor) -> tuple[Any, ...]:
     strides = tensor.stride() if tensor.layout == torch.strided else None
     return tensor.layout, tensor.dtype, tensor.device, tuple(tensor.shape), strides
 
 
-# ---- Learning-rate schedulers on both sides of `Twins`
+# ---- Learning-rate schedulers on both sides of a `ParityRun`
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "LambdaLR": lambda opt: lr_scheduler.LambdaLR(opt, lambda epoch: 0.9**epoch),
@@ -181,20 +183,21 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def follow(twins: Twins, make: Callable[[Any], Any], epochs: int = 5) -> set[str]:
-    """Train both with a scheduler each; returns what values the options of the first group went through."""
-    schedulers = [make(twins.zero), make(twins.plain)]
-    twins.check()
-    seen = set()
+def train_with_scheduler(parity: ParityRun, make: Callable[[Any], Any], epochs: int = 5) -> set[str]:
+    """Train both, each with its own scheduler. Return all values that the options of the first group had."""
+    schedulers = [make(parity.zero), make(parity.plain)]
+    parity.check()
+    values = set()
     for _ in range(epochs):
-        twins.train(1)
+        parity.train(1)
         for scheduler in schedulers:
             metric = (1.0,) if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else ()
             scheduler.step(*metric)
-        twins.check()
+        parity.check()
         assert_same(schedulers[0].get_last_lr(), schedulers[1].get_last_lr())
-        seen.add(str({k: v for k, v in twins.zero.param_groups[0].items() if k in ("lr", "momentum", "betas")}))
-    return seen
+        options = parity.zero.param_groups[0]
+        values.add(str({key: value for key, value in options.items() if key in ("lr", "momentum", "betas")}))
+    return values
 
 
 # ---- Parameter specs without parameters
@@ -211,7 +214,7 @@ def spec(
     trainable: bool = True,
     name: str | None = None,
 ) -> ParamSpec:
-    """A parameter as an optimizer would see it; contiguous unless told otherwise."""
+    """The spec of a parameter, contiguous by default."""
     if stride is None:
         inner = [max(1, size) for size in shape[:0:-1]]
         stride = tuple(accumulate(inner, lambda a, b: a * b, initial=1))[::-1] if shape else ()
@@ -219,11 +222,11 @@ def spec(
 
 
 def specs(sizes: list[int], *, group: int = 0, first: int = 0, trainable: bool = True) -> list[ParamSpec]:
-    """Flat parameters of these sizes."""
+    """Specs of one-dimensional parameters of these sizes."""
     return [spec(first + i, (size,), group=group, trainable=trainable) for i, size in enumerate(sizes)]
 
 
-# ---- DDP beside DDP with an overlap hook
+# ---- DDP with and without an overlap hook
 
 WIDTH = 6
 BUCKET_MB = 0.0003  # about one layer of `mlp`
@@ -231,7 +234,7 @@ BUCKET_MB = 0.0003  # about one layer of `mlp`
 
 @dataclass(frozen=True)
 class Setup:
-    """How DDP and the hook are set up."""
+    """Options of DDP and of the hook."""
 
     interleaved: bool = False
     shard_buckets: bool = False
@@ -261,7 +264,7 @@ class Setup:
 
 
 def setups(**fixed: Any) -> Iterator[Setup]:
-    """All combinations of what is not fixed."""
+    """Yield all combinations of the options that are not fixed."""
     free = [name for name in ("interleaved", "shard_buckets", "bucket_view", "static_graph") if name not in fixed]
     for values in product((False, True), repeat=len(free)):
         chosen: dict[str, Any] = dict(zip(free, values, strict=True))
@@ -272,8 +275,8 @@ ReadParams = Callable[[nn.Module], Any]
 Loss = Callable[[nn.Module, int], torch.Tensor]
 
 
-class DdpTwins:
-    """Trains both, pass by pass, on the same inputs, and compares them after each."""
+class OverlapParityRun:
+    """DDP with a plain optimizer and DDP with an overlap hook: trained on the same inputs, compared after each pass."""
 
     def __init__(
         self,
@@ -286,7 +289,7 @@ class DdpTwins:
         **defaults: Any,
     ) -> None:
         self.setup, self.passes = setup, 0
-        self.plain_ddp, self.ddp = (setup.wrap(seeded(model)) for _ in range(2))
+        self.plain_ddp, self.ddp = (setup.wrap(make_seeded(model)) for _ in range(2))
         self.plain = optimizer_class(read(self.plain_ddp.module), **defaults)
         self.zero = ZeroRedundancyOptimizer(
             read(self.ddp.module),
@@ -299,7 +302,7 @@ class DdpTwins:
         setup.connect(self.ddp, self.zero)
 
     def train(self, passes: int, loss: Loss | None = None, *, local: bool = False) -> None:
-        """`local`: without gradient synchronisation, so that gradients add up and nothing is updated."""
+        """Train both. `local`: inside `no_sync()`, so gradients accumulate and nothing is updated."""
         for _ in range(passes):
             self.train_plain(loss, local=local)
             self.train_overlapped(loss, local=local)
@@ -321,7 +324,7 @@ class DdpTwins:
             self.zero.zero_grad()
 
     def return_to_plain(self) -> None:
-        """Put the overlapped one where the plain one is."""
+        """Copy parameters and state of the plain optimizer to the overlapped one."""
         self.zero.zero_grad()
         with torch.no_grad():
             for ours, theirs in zip(self.ddp.parameters(), self.plain_ddp.parameters(), strict=True):
@@ -334,7 +337,7 @@ class DdpTwins:
 
 
 def mlp(layers: int = 5) -> nn.Sequential:
-    return nn.Sequential(*(part for _ in range(layers) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+    return nn.Sequential(*(module for _ in range(layers) for module in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
 
 
 def batch(number: int) -> torch.Tensor:
@@ -349,7 +352,7 @@ def regression(model: nn.Module, number: int) -> torch.Tensor:
 
 
 class Branches(nn.Module):
-    """One layer that only odd ranks use, one that no rank ever uses, one that none uses in even passes."""
+    """Has one layer that only odd ranks use, one that no rank ever uses, and one that no rank uses in even passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -365,13 +368,13 @@ class Branches(nn.Module):
         return output
 
 
-def through_branches(model: nn.Module, number: int) -> torch.Tensor:
+def branches_loss(model: nn.Module, number: int) -> torch.Tensor:
     loss: torch.Tensor = model(batch(number), number).square().mean()
     return loss
 
 
 class Complex(nn.Module):
-    """Complex parameters with all kinds of strides: DDP has real buckets for them."""
+    """Has complex parameters with various strides. DDP stores them in real buckets."""
 
     def __init__(self, dtype: torch.dtype = torch.complex64) -> None:
         super().__init__()
@@ -385,16 +388,16 @@ class Complex(nn.Module):
         return output
 
 
-def of_complex(model: nn.Module, number: int) -> torch.Tensor:
+def complex_loss(model: nn.Module, number: int) -> torch.Tensor:
     output = model(batch(number))
     loss: torch.Tensor = (output.real.square() + output.imag).tanh().mean()
     return loss
 
 
-# ---- `shard` beside DDP
+# ---- `shard` and DDP
 
 TINY = FlatShards(bucket_bytes=200)
-"""Less than two layers of `mlp` fit into a bucket."""
+"""A bucket is smaller than two layers of `mlp`."""
 
 ZERO2 = ZeroConfig(partition=TINY)
 ZERO1 = ZeroConfig(partition=TINY, stage=1)
@@ -409,7 +412,7 @@ some_configs = sampled(
 
 
 def all_configs() -> Iterator[ZeroConfig]:
-    """Every stage, size of buckets and way back of parameters."""
+    """Yield all combinations of stage, bucket size and overlap of the all-gather."""
     stages: list[Literal[1, 2]] = [2, 1]
     for stage, partition, overlap in product(stages, (TINY, FlatShards()), (False, True)):
         yield ZeroConfig(partition=partition, stage=stage, overlap_param_gather=overlap)
@@ -417,7 +420,7 @@ def all_configs() -> Iterator[ZeroConfig]:
 
 @dataclass(frozen=True)
 class Side:
-    """A model, its optimizer, and how to keep gradients local."""
+    """A model, its optimizer, and its `no_sync`."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -442,10 +445,11 @@ class Side:
 Iteration = Callable[[Side, int], None]
 
 
-class ShardTwins:
-    """Both get the same inputs, other ones on each rank. The sharded model starts from other values on each rank.
+class DdpParityRun:
+    """`shard` and DDP on the same inputs, which differ between ranks, as do initial values of the sharded model.
 
-    `plain_model` makes another model for DDP, `handed` says what of them the optimizers get, `where` which ranks share.
+    `plain_model` makes a different model for DDP, `get_params` returns the parameters or groups of a model, and
+    `group_options` are arguments of `shard` that select the shard group.
     """
 
     def __init__(
@@ -455,31 +459,31 @@ class ShardTwins:
         optimizer_class: Callable[..., Optimizer] = torch.optim.AdamW,
         *,
         plain_model: Callable[[], nn.Module] | None = None,
-        handed: Callable[[nn.Module], Any] | None = None,
+        get_params: Callable[[nn.Module], Any] | None = None,
         find_unused: bool = False,
         group: dist.ProcessGroup | None = None,
-        where: Mapping[str, Any] = MappingProxyType({}),
+        group_options: Mapping[str, Any] = MappingProxyType({}),
         **defaults: Any,
     ) -> None:
         defaults = defaults or ADAMW
         self.config, self.passes, self._find_unused, self._group = config or ZeroConfig(), 0, find_unused, group
-        self.plain_model, self.model = seeded(plain_model or model, 0), seeded(model, dist.get_rank(group))
+        self.plain_model, self.model = make_seeded(plain_model or model, 0), make_seeded(model, dist.get_rank(group))
         self.wrap_plain()
-        params = handed(self.model) if handed else None
-        self.plain = optimizer_class((handed or nn.Module.parameters)(self.plain_model), **defaults)
+        params = get_params(self.model) if get_params else None
+        self.plain = optimizer_class((get_params or nn.Module.parameters)(self.plain_model), **defaults)
         self.zero: ShardedOptimizer = shard(
-            self.model, optimizer_class, params=params, process_group=group, config=config, **where, **defaults
+            self.model, optimizer_class, params=params, process_group=group, config=config, **group_options, **defaults
         )
 
     def wrap_plain(self) -> None:
-        """A new DDP: it must be wrapped anew when other parameters train."""
+        """Wrap the model in a new DDP, as DDP requires when `requires_grad` of parameters changes."""
         self.ddp = DistributedDataParallel(
             self.plain_model, process_group=self._group, find_unused_parameters=self._find_unused
         )
 
     @property
     def sides(self) -> tuple[Side, Side]:
-        """The sharded one, then the plain one."""
+        """The sharded side, then the plain one."""
         ours = Side(self.model, self.zero, self.zero.no_sync)
         return ours, Side(self.ddp, self.plain, self.ddp.no_sync)
 
@@ -487,7 +491,7 @@ class ShardTwins:
         self.run(steps, lambda side, number: side.iterate(number, loss))
 
     def run(self, steps: int, iteration: Iteration) -> None:
-        """Iterations of both. They are compared after each, or, if that would end the overlap, after the last."""
+        """Run iterations of both. Compare after each, or only after the last if comparing would end the overlap."""
         for _ in range(steps):
             for side in self.sides:
                 iteration(side, self.passes)
@@ -497,31 +501,31 @@ class ShardTwins:
         self.compare()
 
     def compare(self, *, exactly: bool = True) -> None:
-        """`exactly`: as exactly as can be, see `assert_equal_sums`."""
+        """Compare parameters. `exactly`: see `assert_equal_sums`."""
         for (name, ours), theirs in zip(self.model.named_parameters(), self.plain_model.parameters(), strict=True):
-            where = f"{name} after pass {self.passes} with {self.config}"
-            assert_equal_sums(ours, theirs, where, exactly=exactly)
+            label = f"{name} after pass {self.passes} with {self.config}"
+            assert_equal_sums(ours, theirs, label, exactly=exactly)
 
 
-def assert_equal_sums(found: torch.Tensor, expected: torch.Tensor, where: str, *, exactly: bool = True) -> None:
-    """Bitwise up to two ranks, unless the caller knows why not.
+def assert_equal_sums(found: torch.Tensor, expected: torch.Tensor, label: str, *, exactly: bool = True) -> None:
+    """Compare bitwise up to two ranks, unless the caller has a reason not to.
 
-    Beyond that a sum of gradients depends on the order, and gloo adds them in another one than that of ranks: one
-    rounding of float32 (6e-8 of the summands) in gradients, a little more in what AdamW makes of small ones.
+    With more ranks gloo does not sum gradients in rank order. They differ by one float32 rounding (a relative 6e-8);
+    AdamW amplifies that for small gradients.
     """
     assert found.dtype == expected.dtype
     if exactly and dist.get_world_size() <= 2:
-        assert torch.equal(found, expected), f"{where}: differs by {(found - expected).abs().max().item()}"
+        assert torch.equal(found, expected), f"{label}: differs by {(found - expected).abs().max().item()}"
     else:
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=lambda text: f"{where}: {text}")
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=lambda text: f"{label}: {text}")
 
 
-def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+def make_seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return make()
 
 
-def values_of(model: nn.Module) -> list[torch.Tensor]:
+def clone_values(model: nn.Module) -> list[torch.Tensor]:
     """Copies of all parameters and buffers."""
     return [value.detach().clone() for value in model.state_dict().values()]
 
@@ -531,12 +535,11 @@ def all_equal(lists: list[list[torch.Tensor]]) -> bool:
     return all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
-# ---- `shard` beside DDP with sums in rank order: equal bit by bit at any world size
+# ---- `shard` and DDP with sums in rank order: bitwise equal at any world size
 
 
 def average(parts: list[Tensor]) -> Tensor:
-    """The sum of all ranks' parts, each divided first as DDP does it, in the order of ranks, and in float32 where they
-    are less precise."""
+    """Average in rank order. Divide before summing, as DDP does; 16-bit dtypes are summed in float32."""
     exact = torch.float32 if parts[0].dtype in (torch.bfloat16, torch.float16) else parts[0].dtype
     first, *others = [part.to(exact) * (1 / len(parts)) for part in parts]
     for part in others:
@@ -544,63 +547,66 @@ def average(parts: list[Tensor]) -> Tensor:
     return first
 
 
-def from_all_ranks(tensor: Tensor) -> list[Tensor]:
+def gather_from_all_ranks(tensor: Tensor) -> list[Tensor]:
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, tensor)
     return parts
 
 
-def in_rank_order(_: Any, bucket: GradBucket) -> Future[Tensor]:
-    """A hook for DDP: with it there is one right answer at any number of ranks, and it can be compared bit by bit."""
+def rank_order_hook(_: Any, bucket: GradBucket) -> Future[Tensor]:
+    """DDP communication hook that averages in rank order, so results are bitwise comparable at any world size."""
     done: Future[Tensor] = Future()
     buffer = bucket.buffer()
-    done.set_result(buffer.copy_(average(from_all_ranks(buffer))))
+    done.set_result(buffer.copy_(average(gather_from_all_ranks(buffer))))
     return done
 
 
-class PairSide(NamedTuple):
+class ParitySide(NamedTuple):
     net: nn.Module
-    """What the forward pass goes through."""
+    """The module whose forward pass is called: DDP or the model itself."""
     model: nn.Module
     optimizer: Any
 
 
-Handed = Callable[[nn.Module], Any]
+GetParams = Callable[[nn.Module], Any]
 
 
-class Pair:
-    """Trains both, and compares them after each step. `handed` says what the optimizers get of the model,
-    `hook` how DDP averages, `where` which ranks share."""
+class ShardParityRun:
+    """`shard` and DDP, trained on the same data and compared bitwise after each step.
+
+    `get_params` returns the parameters or groups of a model, `hook` is DDP's communication hook, and `group_options`
+    are arguments of `shard` that select the shard group.
+    """
 
     def __init__(
         self,
         factory: Callable[..., Optimizer],
         *,
         make: Callable[[], nn.Module] = mlp,
-        handed: Handed = nn.Module.named_parameters,
+        get_params: GetParams = nn.Module.named_parameters,
         config: ZeroConfig | None = None,
         loss: Loss = regression,
         find_unused: bool = False,
-        hook: Callable[[Any, GradBucket], Future[Tensor]] = in_rank_order,
-        where: Mapping[str, Any] = MappingProxyType({}),
+        hook: Callable[[Any, GradBucket], Future[Tensor]] = rank_order_hook,
+        group_options: Mapping[str, Any] = MappingProxyType({}),
         **options: Any,
     ) -> None:
-        self.plain_model, self.model = seeded(make), seeded(make)
+        self.plain_model, self.model = make_seeded(make), make_seeded(make)
         self.ddp = DistributedDataParallel(self.plain_model, find_unused_parameters=find_unused)
         self.ddp.register_comm_hook(None, hook)
         if "fused" not in options and "foreach" in inspect.signature(factory).parameters:
-            options.setdefault("foreach", True)  # fused kernels, the default here, may round in another way
-        self.plain: Any = factory(handed(self.plain_model), **copy.deepcopy(options))
+            options.setdefault("foreach", True)  # fused kernels, the default here, may round differently
+        self.plain: Any = factory(get_params(self.plain_model), **copy.deepcopy(options))
         self.zero: ShardedOptimizer = shard(
-            self.model, factory, params=handed(self.model), config=config, **where, **options
+            self.model, factory, params=get_params(self.model), config=config, **group_options, **options
         )
         self.loss, self.steps = loss, 0
 
     @property
-    def sides(self) -> list[PairSide]:
-        return [PairSide(self.model, self.model, self.zero), PairSide(self.ddp, self.plain_model, self.plain)]
+    def sides(self) -> list[ParitySide]:
+        return [ParitySide(self.model, self.model, self.zero), ParitySide(self.ddp, self.plain_model, self.plain)]
 
-    def train(self, steps: int = 1, before_step: Callable[[PairSide], object] = lambda _: None) -> None:
+    def train(self, steps: int = 1, before_step: Callable[[ParitySide], object] = lambda _: None) -> None:
         for _ in range(steps):
             self.backward()
             for side in self.sides:
@@ -618,13 +624,13 @@ class Pair:
         assert_same(self.model.state_dict(), self.plain_model.state_dict(), f"the model after step {self.steps}")
 
     def check_state(self) -> None:
-        """The consolidated state is the plain one's."""
+        """Check that the full state dict equals that of the plain optimizer."""
         found = self.zero.full_state_dict()
         if found is not None:
             assert_same(found, self.plain.state_dict(), "the state dict")
 
 
-# ---- Several optimizer classes beside plain ones
+# ---- Several optimizer classes
 
 WORDS = 11
 MUON: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
@@ -639,7 +645,7 @@ CONFIGS = (
 
 
 class Words(nn.Module):
-    """Six matrices of several shapes between an embedding and a head. A block in `skipped` is not used."""
+    """A language model: six matrices of several shapes between an embedding and a head. Skips blocks in `skipped`."""
 
     def __init__(self, blocks: int = 3) -> None:
         super().__init__()
@@ -660,30 +666,30 @@ class Words(nn.Module):
 
 
 def ids(number: int) -> Tensor:
-    """Other ones on each rank. No word twice: sums of several in one pass would be made in another order."""
+    """Token ids that differ between ranks. No id occurs twice: embedding gradients may add up in any order."""
     generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
     return torch.randperm(WORDS, generator=generator)[:7]
 
 
-def next_word(model: nn.Module, number: int) -> Tensor:
+def next_word_loss(model: nn.Module, number: int) -> Tensor:
     words = ids(number)
     return cross_entropy(model(words).float(), words.roll(1))
 
 
-def hidden(name: str, param: Tensor) -> bool:
-    """The matrices of `Words`, chosen without the code under test."""
+def is_hidden_matrix(name: str, param: Tensor) -> bool:
+    """Whether a parameter is a hidden matrix of `Words`; independent of the code under test."""
     return name.startswith("blocks.") and param.dim() == 2
 
 
-def rules(**muon: Any) -> list[ParamRule]:
+def rules(**muon_options: Any) -> list[ParamRule]:
     return [
-        ParamRule(matrix_params(exclude=("embed", "head")), Muon, **{**MUON, **muon}),
+        ParamRule(matrix_params(exclude=("embed", "head")), Muon, **{**MUON, **muon_options}),
         ParamRule(remaining_params, AdamW, **RULES_ADAMW),
     ]
 
 
-class Several:
-    """Plain optimizers that step one after the other."""
+class PlainOptimizers:
+    """Several plain optimizers with the interface of one."""
 
     def __init__(self, *members: Optimizer) -> None:
         self.members = members
@@ -703,102 +709,103 @@ class Several:
             member.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        return joined([member.state_dict() for member in self.members])
+        return merge_state_dicts([member.state_dict() for member in self.members])
 
 
-def muon_and_adamw(model: nn.Module) -> Several:
+def muon_and_adamw(model: nn.Module) -> PlainOptimizers:
     named = list(model.named_parameters())
-    first = [(name, param) for name, param in named if hidden(name, param)]
-    rest = [(name, param) for name, param in named if not hidden(name, param)]
-    return Several(Muon(first, **MUON), AdamW(rest, **RULES_ADAMW))
+    matrices = [(name, param) for name, param in named if is_hidden_matrix(name, param)]
+    others = [(name, param) for name, param in named if not is_hidden_matrix(name, param)]
+    return PlainOptimizers(Muon(matrices, **MUON), AdamW(others, **RULES_ADAMW))
 
 
-def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """State dicts of several optimizers as one with all groups."""
-    whole: dict[str, Any] = {"state": {}, "param_groups": []}
+def merge_state_dicts(state_dicts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Merge state dicts of several optimizers into one with all groups."""
+    merged: dict[str, Any] = {"state": {}, "param_groups": []}
     start = 0
-    for part in parts:
-        whole["state"] |= {start + number: state for number, state in part["state"].items()}
-        for group in part["param_groups"]:
-            whole["param_groups"].append({**group, "params": [start + number for number in group["params"]]})
-        start += sum(len(group["params"]) for group in part["param_groups"])
-    return whole
+    for state_dict in state_dicts:
+        merged["state"] |= {start + index: state for index, state in state_dict["state"].items()}
+        for group in state_dict["param_groups"]:
+            merged["param_groups"].append({**group, "params": [start + index for index in group["params"]]})
+        start += sum(len(group["params"]) for group in state_dict["param_groups"])
+    return merged
 
 
-def parted(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The dict of each group by itself, as the plain optimizer of that group would write it."""
-    for group in whole["param_groups"]:
+def split_by_group(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the state dict of each group, as the plain optimizer of that group returns it."""
+    for group in state_dict["param_groups"]:
         start, count = min(group["params"], default=0), len(group["params"])
-        state = {n - start: state for n, state in sorted(whole["state"].items()) if start <= n < start + count}
+        state = {n - start: state for n, state in sorted(state_dict["state"].items()) if start <= n < start + count}
         options = {key: value for key, value in group.items() if key != "optimizer"}
         yield {"state": state, "param_groups": [{**options, "params": list(range(count))}]}
 
 
-class RulesPair(Pair):
-    """Trains both, and compares them after each step."""
+class RulesParityRun(ShardParityRun):
+    """`shard` with rules and plain optimizers under DDP, compared after each step."""
 
     def __init__(
         self,
-        given: Sequence[ParamRule] | None = None,
-        plain: Callable[[nn.Module], Several] = muon_and_adamw,
+        param_rules: Sequence[ParamRule] | None = None,
+        plain: Callable[[nn.Module], PlainOptimizers] = muon_and_adamw,
         *,
         make: Callable[[], nn.Module] = Words,
         config: ZeroConfig | None = None,
-        loss: Callable[[nn.Module, int], Tensor] = next_word,
+        loss: Callable[[nn.Module, int], Tensor] = next_word_loss,
         find_unused: bool = False,
     ) -> None:
-        self.plain_model, self.model = seeded(make), seeded(make)
+        self.plain_model, self.model = make_seeded(make), make_seeded(make)
         self._find_unused = find_unused
         self.wrap_plain()
         self.plain: Any = plain(self.plain_model)
-        self.zero: ShardedOptimizer = shard(self.model, given or rules(), config=config)
+        self.zero: ShardedOptimizer = shard(self.model, param_rules or rules(), config=config)
         self.loss, self.steps = loss, 0
 
     def wrap_plain(self) -> None:
-        """A new DDP: it must be wrapped anew when other parameters train."""
+        """Wrap the model in a new DDP, as DDP requires when `requires_grad` of parameters changes."""
         self.ddp = DistributedDataParallel(self.plain_model, find_unused_parameters=self._find_unused)
-        self.ddp.register_comm_hook(None, in_rank_order)
+        self.ddp.register_comm_hook(None, rank_order_hook)
 
     def check(self) -> None:
         self.zero.wait_for_params()
         super().check()
 
     def check_state(self) -> None:
-        """The consolidated state is that of the plain ones, and each group says whose it is."""
+        """Check that the full state dict equals those of the plain optimizers, and that groups name their optimizer."""
         found = self.zero.full_state_dict()
         if found is not None:
-            assert_same(list(parted(found)), list(parted(self.plain.state_dict())), "the state dict")
+            assert_same(list(split_by_group(found)), list(split_by_group(self.plain.state_dict())), "the state dict")
             assert len({group["optimizer"] for group in found["param_groups"]}) == len(self.plain.members)
 
 
-# ---- Ranks that shard within rows and replicate across columns
+# ---- Hybrid sharding on a grid: each row is a shard group, each column a replica group
 
 Grid = tuple[int, int]
-"""How many rows, and how many ranks share in each."""
+"""Number of replicas, and of ranks per shard group."""
 
 
 def grids(world_size: int) -> list[Grid]:
-    """From all share to none does."""
-    return [(world_size // within, within) for within in range(world_size, 0, -1) if world_size % within == 0]
+    """Return all grids, from one shard group to one rank per shard group."""
+    return [(world_size // size, size) for size in range(world_size, 0, -1) if world_size % size == 0]
 
 
-def rows_of(grid: Grid) -> list[list[int]]:
-    rows: list[list[int]] = torch.arange(grid[0] * grid[1]).view(grid).tolist()
-    return rows
+def shard_groups_of(grid: Grid) -> list[list[int]]:
+    """Return the ranks of each shard group."""
+    shard_groups: list[list[int]] = torch.arange(grid[0] * grid[1]).view(grid).tolist()
+    return shard_groups
 
 
-def meshed(grid: Grid) -> dict[str, Any]:
-    """Arguments for `shard`."""
+def mesh_options(grid: Grid) -> dict[str, Any]:
+    """Arguments of `shard` that select shard groups by a mesh."""
     return {"mesh": init_device_mesh("cpu", grid, mesh_dim_names=("replicate", "shard"))}
 
 
-def within(grid: Grid) -> dict[str, Any]:
+def group_size_options(grid: Grid) -> dict[str, Any]:
     return {"shard_group_size": grid[1]}
 
 
 @contextmanager
-def launched(local_rank: object, local_size: object) -> Iterator[None]:
-    """As torchrun tells a process its place on its host."""
+def torchrun_env(local_rank: object, local_size: object) -> Iterator[None]:
+    """Set the environment variables with which torchrun starts a process."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("LOCAL_RANK", local_rank), ("LOCAL_WORLD_SIZE", local_size)):
             if value is None:
@@ -808,63 +815,72 @@ def launched(local_rank: object, local_size: object) -> Iterator[None]:
         yield
 
 
-def added(parts: list[Tensor]) -> Tensor:
+def sum_in_order(parts: list[Tensor]) -> Tensor:
     first, *others = parts
     for part in others:
         first = first + part
     return first
 
 
-def average_by_rows(parts: list[Tensor], grid: Grid) -> Tensor:
-    """Each part divided first; sums of rows in the order of ranks, then of rows; in float32 where parts are less
-    precise, and rounded to their dtype at the end."""
+def average_by_shard_group(parts: list[Tensor], grid: Grid) -> Tensor:
+    """Average in the order of hybrid sharding: sum each shard group in rank order, then the groups.
+
+    16-bit dtypes are summed in float32.
+    """
     exact = torch.float32 if parts[0].dtype in (torch.bfloat16, torch.float16) else parts[0].dtype
-    shares = [part.to(exact) * (1 / len(parts)) for part in parts]
-    return added([added([shares[rank] for rank in row]) for row in rows_of(grid)])
+    scaled = [part.to(exact) * (1 / len(parts)) for part in parts]
+    return sum_in_order([sum_in_order([scaled[rank] for rank in group]) for group in shard_groups_of(grid)])
 
 
-def in_order_of_rows(grid: Grid, dtype: torch.dtype | None = None) -> Callable[[Any, GradBucket], Future[Tensor]]:
-    """A hook for DDP: with it there is one right answer, and it can be compared bit by bit.
+def make_shard_group_order_hook(
+    grid: Grid, dtype: torch.dtype | None = None
+) -> Callable[[Any, GradBucket], Future[Tensor]]:
+    """Return a DDP communication hook that averages in the order of hybrid sharding.
 
-    `dtype`: what each rank's gradients are rounded to before they are added up.
+    `dtype`: dtype to which each rank's gradients are rounded before the sum.
     """
 
     def hook(_: Any, bucket: GradBucket) -> Future[Tensor]:
         done: Future[Tensor] = Future()
         buffer = bucket.buffer()
-        parts = from_all_ranks(buffer.to(dtype or buffer.dtype))
-        done.set_result(buffer.copy_(average_by_rows(parts, grid)))
+        parts = gather_from_all_ranks(buffer.to(dtype or buffer.dtype))
+        done.set_result(buffer.copy_(average_by_shard_group(parts, grid)))
         return done
 
     return hook
 
 
-def hybrid_pair(grid: Grid, factory: Callable[..., Optimizer], *, where: Any = within, **options: Any) -> Pair:
-    """DDP with the plain optimizer, beside ranks in such a grid."""
-    return Pair(factory, hook=in_order_of_rows(grid), where=where(grid), **options)
+def hybrid_parity_run(
+    grid: Grid, factory: Callable[..., Optimizer], *, make_group_options: Any = group_size_options, **options: Any
+) -> ShardParityRun:
+    """Compare hybrid sharding on a grid with DDP."""
+    hook = make_shard_group_order_hook(grid)
+    return ShardParityRun(factory, hook=hook, group_options=make_group_options(grid), **options)
 
 
-def state_of(optimizer: ShardedOptimizer) -> list[Tensor]:
-    """What this rank holds."""
-    held = optimizer.optim.state.values()
-    return [value.clone() for entry in held for value in entry.values() if isinstance(value, torch.Tensor)]
+def clone_state(optimizer: ShardedOptimizer) -> list[Tensor]:
+    """Clone all tensors of this rank's optimizer state."""
+    entries = optimizer.optim.state.values()
+    return [value.clone() for entry in entries for value in entry.values() if isinstance(value, torch.Tensor)]
 
 
 def assert_replicas_are_equal(grid: Grid, model: nn.Module, optimizer: ShardedOptimizer) -> None:
-    """All ranks have the same model, and those of a column the same state, bit by bit."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (values_of(model), state_of(optimizer)))
-    assert all_equal([values for values, _ in found])
-    for column in zip(*rows_of(grid), strict=True):
-        assert all_equal([found[rank][1] for rank in column])
+    """Check that all ranks have the same parameters, and the ranks of a replica group the same state, bitwise."""
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, (clone_values(model), clone_state(optimizer)))
+    assert all_equal([values for values, _ in by_rank])
+    for replica_group in zip(*shard_groups_of(grid), strict=True):
+        assert all_equal([by_rank[rank][1] for rank in replica_group])
 
 
-def trained(where: dict[str, Any], dtype: torch.dtype = torch.float32, steps: int = 4) -> list[Tensor]:
-    """What a model becomes on such ranks."""
-    model = seeded(mlp, 0).to(dtype)
-    optimizer = shard(model, torch.optim.AdamW, config=ZERO2, **where, lr=0.05, weight_decay=0.1)
+def train_with_group_options(
+    group_options: dict[str, Any], dtype: torch.dtype = torch.float32, steps: int = 4
+) -> list[Tensor]:
+    """Train a model with these shard groups and return its values."""
+    model = make_seeded(mlp, 0).to(dtype)
+    optimizer = shard(model, torch.optim.AdamW, config=ZERO2, **group_options, lr=0.05, weight_decay=0.1)
     for number in range(steps):
         torch.autograd.backward(model(batch(number).to(dtype)).float().square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    return values_of(model)
+    return clone_values(model)

@@ -1,6 +1,6 @@
 """Run a test body on real gloo ranks: the `@ranks` decorator, the pool of worker processes behind it, and the workers.
 
-Workers are started once and play the ranks of many tests. A rank that hangs is ended, and its stacks are reported.
+Workers start once and are the ranks of many tests. A rank that hangs is killed, and its stacks are reported.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RankContext:
-    """The place of one process in the run of a test."""
+    """Rank and world size of a process in a test."""
 
     rank: int
     world_size: int
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's `value`, in rank order; a collective call."""
+        """Return every rank's `value` in rank order. Call on all ranks."""
         values = [value] * self.world_size
         dist.all_gather_object(values, value)
         return values
@@ -81,7 +81,7 @@ class RankContext:
 
 @dataclass(frozen=True)
 class Job:
-    """One rank's part in one run."""
+    """The work of one rank in one run."""
 
     context: RankContext
     run: str
@@ -93,18 +93,18 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rank ended: `detail` says why it did not pass, `value` is what a passing body returned."""
+    """The outcome of one rank: `detail` says why it did not pass, `value` is the return value of a passing body."""
 
     status: Literal["passed", "skipped", "failed", "stuck"]
     detail: str = ""
     value: bytes = b""
 
 
-# ---- Failures, as the reader sees them
+# ---- Failure reports
 
 
 class RankFailures(Exception):  # noqa: N818
-    """Some ranks failed or got stuck; `outcomes` has the end of every rank, in the order of arrival."""
+    """Some ranks failed or got stuck; `outcomes` has the outcome of every rank, in the order of arrival."""
 
     def __init__(self, outcomes: Mapping[int, Outcome]) -> None:
         super().__init__(_describe(outcomes))
@@ -112,7 +112,7 @@ class RankFailures(Exception):  # noqa: N818
 
 
 def raise_unless_passed(outcomes: Mapping[int, Outcome]) -> None:
-    """Fail or skip; a rank that waits for one that skipped is no failure."""
+    """Raise if a rank failed; skip if one skipped. A rank that is stuck because another one skipped has not failed."""
     skips = [outcome.detail for outcome in outcomes.values() if outcome.status == "skipped"]
     failing = {"failed"} if skips else {"failed", "stuck"}
     if any(outcome.status in failing for outcome in outcomes.values()):
@@ -122,7 +122,7 @@ def raise_unless_passed(outcomes: Mapping[int, Outcome]) -> None:
 
 
 def describe_exit(code: int | None) -> str:
-    """Say in words how a process ended."""
+    """Describe how a process ended."""
     if code is None:
         return "closed its connection"
     return f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
@@ -134,31 +134,31 @@ def _describe(outcomes: Mapping[int, Outcome]) -> str:
         for status in ("failed", "stuck", "skipped", "passed")
         if (ranks := [str(rank) for rank in sorted(outcomes) if outcomes[rank].status == status])
     ]
-    sections = [
+    details = [
         f"[rank {rank}] {outcome.status}\n{outcome.detail.strip()}"
         for rank, outcome in outcomes.items()
         if outcome.status != "passed"
     ]
-    return "\n\n".join(["; ".join(summary), *sections])
+    return "\n\n".join(["; ".join(summary), *details])
 
 
-# ---- The worker side: a process that plays one rank of one test after another
+# ---- The worker side: a process that is a rank of one test after another
 
 
 def serve(connection: Connection[Outcome, Job | None], port: int, stacks: Path) -> None:
-    """Play runs until the pool closes the connection."""
+    """Run jobs until the pool closes the connection."""
     _prepare(stacks)
     store = connect_store(port)
     connection.send(Outcome("passed"))
     with suppress(EOFError):
         while job := connection.recv():
-            outcome = _attempt(partial(_play, job, store))
+            outcome = _attempt(partial(_run_job, job, store))
             connection.send(outcome)
-            # Leaving the group breaks the collectives that peers are still in: right after a failure,
-            # wrong otherwise, so the other ranks stay until the pool has heard from all.
+            # Leaving the group breaks collectives that peers are still in. After a failure this is wanted. Otherwise
+            # stay until the pool has the outcomes of all ranks.
             if outcome.status != "failed":
                 connection.recv()
-            connection.send(_attempt(_leave))
+            connection.send(_attempt(_leave_group))
 
 
 def _prepare(stacks: Path) -> None:
@@ -167,7 +167,7 @@ def _prepare(stacks: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     file = stacks.open("w")
     faulthandler.enable(file)
-    # chain: once the stacks are written, the default action of SIGUSR1 ends the process.
+    # chain: once the stacks are written, the default action of SIGUSR1 kills the process.
     faulthandler.register(signal.SIGUSR1, file, all_threads=True, chain=True)
     threading.Thread(target=exit_with_parent, daemon=True).start()
     install_importhook(get_config())
@@ -194,10 +194,10 @@ def _attempt(action: Callable[[], bytes]) -> Outcome:
         sys.stderr.flush()
 
 
-def _play(job: Job, store: Store) -> bytes:
+def _run_job(job: Job, store: Store) -> bytes:
     __tracebackhide__ = True
-    _reset()
-    body = _find(job.module, job.qualname)
+    _reset_global_state()
+    body = _find_body(job.module, job.qualname)
     arguments = pickle.loads(job.arguments)
     dist.init_process_group(
         "gloo",
@@ -210,8 +210,8 @@ def _play(job: Job, store: Store) -> bytes:
         return pickle.dumps(body(job.context, **arguments))
 
 
-def _reset() -> None:
-    """Undo what a test may have left. Answers of probes stay: they are right in any test, and save time."""
+def _reset_global_state() -> None:
+    """Reset global state, except cached probe results: they are valid in any test and save time."""
     random.seed(0)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
@@ -221,25 +221,25 @@ def _reset() -> None:
     optimizers._global_optimizer_post_hooks.clear()
 
 
-def _find(module: str, qualname: str) -> Callable[..., Any]:
-    found: Any = reduce(getattr, qualname.split("."), importlib.import_module(module))
-    body: Callable[..., Any] = getattr(found, "__rank_body__", found)
+def _find_body(module: str, qualname: str) -> Callable[..., Any]:
+    function: Any = reduce(getattr, qualname.split("."), importlib.import_module(module))
+    body: Callable[..., Any] = getattr(function, "__rank_body__", function)
     return body
 
 
 _BUSY = b"busy"
-"""Sent by a worker that still has threads of zeroshard, which wait for a test that is over."""
+"""Sent by a worker that still has zeroshard threads of a finished test."""
 
 
-def _leave() -> bytes:
+def _leave_group() -> bytes:
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
-    names = [thread.name for thread in threading.enumerate() if thread.name != "zeroshard-watcher"]  # ends by itself
+    names = [thread.name for thread in threading.enumerate() if thread.name != "zeroshard-watcher"]  # exits by itself
     return _BUSY if any(name.startswith("zeroshard") for name in names) else b""
 
 
-# ---- One worker process as the pool sees it
+# ---- The pool's side of one worker process
 
 # torch._dynamo: the first optimizer of a process imports it, which takes seconds.
 PRELOAD = [
@@ -258,7 +258,7 @@ _CONTEXT.set_forkserver_preload(PRELOAD)
 
 
 def preload(modules: list[str]) -> None:
-    """Have ranks find these modules loaded, too. Before the first of them is started."""
+    """Also preload these modules in workers. Call before the first worker starts."""
     _CONTEXT.set_forkserver_preload([*PRELOAD, *modules])
 
 
@@ -277,7 +277,7 @@ class WorkerHandle:
         return self._process.is_alive()
 
     def receive(self) -> Outcome:
-        """The process's next outcome, or the failure that it has died."""
+        """Return the next outcome of the process, or a failure if it died."""
         try:
             return self.connection.recv()
         except (EOFError, OSError):
@@ -285,12 +285,12 @@ class WorkerHandle:
             return Outcome("failed", f"{describe_exit(self._process.exitcode)}\n{self._read_stacks()}")
 
     def interrupt(self) -> None:
-        """Have the process write its stacks and end."""
+        """Make the process write its stacks and exit."""
         if self.is_alive() and self._process.pid:
             os.kill(self._process.pid, signal.SIGUSR1)
 
-    def autopsy(self, reason: str) -> Outcome:
-        """The outcome of an interrupted process: where it was stuck."""
+    def stuck_outcome(self, reason: str) -> Outcome:
+        """Return the outcome of an interrupted process: where it was stuck."""
         self._process.join(EXIT_TIMEOUT)
         return Outcome("stuck", f"{reason}; its stacks:\n{self._read_stacks()}")
 
@@ -319,9 +319,9 @@ NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 class RankPool:
     """Runs functions on real gloo ranks.
 
-    A worker is replaced if it took part in a failed run, or has threads of the package left afterwards.
+    A worker is replaced if it took part in a failed run, or if threads of the package are left afterwards.
 
-    A process is the same rank in all runs, so nothing that torch may cache per device mesh is used by another rank.
+    A process is the same rank in all runs: torch may cache values per device mesh, which another rank must not use.
     """
 
     def __init__(self) -> None:
@@ -329,7 +329,7 @@ class RankPool:
         self._stacks = TemporaryDirectory()
         self._workers: dict[int, WorkerHandle] = {}
         """By rank."""
-        self._serial = count()
+        self._numbers = count()
 
     def run(
         self,
@@ -338,47 +338,47 @@ class RankPool:
         timeout: float = DEFAULT_TIMEOUT,
         arguments: Mapping[str, Any] = NO_ARGUMENTS,
     ) -> list[Any]:
-        """Call `body(context, **arguments)` on every rank at once; what they return, by rank.
+        """Call `body(context, **arguments)` on all ranks concurrently. Return the results by rank.
 
-        Raises `RankFailures`, or skips the test where a rank skipped.
+        Raises `RankFailures` if a rank fails. Skips the test if a rank skips.
         """
-        jobs = self._jobs(body, world_size, timeout, arguments)
-        workers = self._claim(world_size)
-        with self._discarded_on_error(workers):
+        jobs = self._make_jobs(body, world_size, timeout, arguments)
+        workers = self._get_workers(world_size)
+        with self._discard_on_error(workers):
             _send(workers, jobs)
             outcomes = _collect(workers, timeout)
             _send(workers, [None] * world_size)
-            left = _collect(workers, timeout)
-        self._discard([workers[rank] for rank, outcome in left.items() if outcome.value == _BUSY])
+            leave_outcomes = _collect(workers, timeout)
+        self._discard([workers[rank] for rank, outcome in leave_outcomes.items() if outcome.value == _BUSY])
         return [pickle.loads(outcomes[rank].value) for rank in range(world_size)]
 
     def close(self) -> None:
         self._discard(list(self._workers.values()))
         self._stacks.cleanup()
 
-    def _jobs(
+    def _make_jobs(
         self, body: Callable[..., Any], world_size: int, timeout: float, arguments: Mapping[str, Any]
     ) -> list[Job]:
-        run, payload = f"run{next(self._serial)}", pickle.dumps(dict(arguments))
+        run, payload = f"run{next(self._numbers)}", pickle.dumps(dict(arguments))
         return [
             Job(RankContext(rank, world_size), run, body.__module__, body.__qualname__, payload, 2 * timeout)
             for rank in range(world_size)
         ]
 
-    def _claim(self, size: int) -> list[WorkerHandle]:
+    def _get_workers(self, size: int) -> list[WorkerHandle]:
         self._discard([worker for worker in self._workers.values() if not worker.is_alive()])
-        fresh = [self._start(rank) for rank in range(size) if rank not in self._workers]
-        with self._discarded_on_error(fresh):
-            _collect(fresh, START_TIMEOUT)
+        started = [self._start(rank) for rank in range(size) if rank not in self._workers]
+        with self._discard_on_error(started):
+            _collect(started, START_TIMEOUT)
         return [self._workers[rank] for rank in range(size)]
 
     def _start(self, rank: int) -> WorkerHandle:
-        worker = WorkerHandle(self._store.port, Path(self._stacks.name, f"worker{next(self._serial)}"))
+        worker = WorkerHandle(self._store.port, Path(self._stacks.name, f"worker{next(self._numbers)}"))
         self._workers[rank] = worker
         return worker
 
     @contextmanager
-    def _discarded_on_error(self, workers: Sequence[WorkerHandle]) -> Iterator[None]:
+    def _discard_on_error(self, workers: Sequence[WorkerHandle]) -> Iterator[None]:
         try:
             yield
         except BaseException:
@@ -398,7 +398,7 @@ def _send(workers: Sequence[WorkerHandle], requests: Sequence[Job | None]) -> No
 
 
 def _collect(workers: Sequence[WorkerHandle], timeout: float) -> dict[int, Outcome]:
-    """The outcome of every rank, in the order of arrival; raises unless all of them passed."""
+    """Return the outcome of every rank, in the order of arrival. Raise unless all ranks passed."""
     outcomes: dict[int, Outcome] = {}
     pending = {worker.connection: rank for rank, worker in enumerate(workers)}
     deadline = time.monotonic() + timeout
@@ -408,22 +408,23 @@ def _collect(workers: Sequence[WorkerHandle], timeout: float) -> dict[int, Outco
             del pending[workers[rank].connection]
             if outcomes[rank].status != "passed":
                 deadline = min(deadline, time.monotonic() + GRACE_AFTER_FAILURE)
-    outcomes |= _autopsies({rank: workers[rank] for rank in pending.values()}, _why_stuck(outcomes, timeout))
+    stuck = {rank: workers[rank] for rank in pending.values()}
+    outcomes |= _interrupt_all(stuck, _describe_timeout(outcomes, timeout))
     raise_unless_passed(outcomes)
     return outcomes
 
 
-def _why_stuck(outcomes: Mapping[int, Outcome], timeout: float) -> str:
+def _describe_timeout(outcomes: Mapping[int, Outcome], timeout: float) -> str:
     for rank, outcome in outcomes.items():
         if outcome.status != "passed":
             return f"did not finish within {GRACE_AFTER_FAILURE:g} s of the end of rank {rank}"
     return f"did not finish within {timeout:g} s"
 
 
-def _autopsies(stuck: Mapping[int, WorkerHandle], reason: str) -> dict[int, Outcome]:
+def _interrupt_all(stuck: Mapping[int, WorkerHandle], reason: str) -> dict[int, Outcome]:
     for worker in stuck.values():
         worker.interrupt()
-    return {rank: worker.autopsy(reason) for rank, worker in stuck.items()}
+    return {rank: worker.stuck_outcome(reason) for rank, worker in stuck.items()}
 
 
 # ---- The decorator
@@ -432,9 +433,9 @@ START_ALLOWANCE = 60.0
 
 
 def ranks(*world_sizes: int, timeout: float = DEFAULT_TIMEOUT) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run a test's body, whose first argument is a `RankContext`, on all ranks of each world size.
+    """Run a test's body on all ranks, once per world size. Its first argument is a `RankContext`.
 
-    The other arguments are fixtures and parameters as usual; they must be picklable. The fast tier runs one size.
+    The other arguments are ordinary fixtures and parameters; they must be picklable. The fast tier runs one world size.
     """
     sizes = sampled(RANK_COUNT, world_sizes, ids=[f"{size}ranks" for size in world_sizes])
     limit = pytest.mark.timeout(timeout + START_ALLOWANCE)
@@ -456,5 +457,5 @@ def ranks(*world_sizes: int, timeout: float = DEFAULT_TIMEOUT) -> Callable[[Call
 
 def _without_context(body: Callable[..., None]) -> inspect.Signature:
     _, *arguments = inspect.signature(body).parameters.values()
-    needed = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("rank_pool", RANK_COUNT)]
-    return inspect.Signature([*needed, *arguments])
+    fixtures = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("rank_pool", RANK_COUNT)]
+    return inspect.Signature([*fixtures, *arguments])

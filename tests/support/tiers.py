@@ -23,9 +23,9 @@ RANK_COUNT = "rank_count"
 def sampled(
     name: str, values: Iterable[Any], ids: Iterable[str] | Callable[[Any], str] | None = None
 ) -> Callable[[Test], Test]:
-    """Like `pytest.mark.parametrize`, but the fast tier runs one of the values.
+    """Parametrize a test like `pytest.mark.parametrize`, but run only one of the values in the fast tier.
 
-    For products of configurations. Not for tests that are about the difference between the values.
+    Use it for products of configurations, not for tests about the difference between the values.
     """
     assert "," not in name, f"one parameter at a time, got {name!r}"
     parametrize, sample = pytest.mark.parametrize(name, values, ids=ids), pytest.mark.sampled(name)
@@ -43,8 +43,8 @@ def mark_slow_variants(items: Sequence[pytest.Item]) -> None:
     for item in items:
         names = {name for mark in item.iter_markers("sampled") for name in mark.args}
         if names and isinstance(item, pytest.Function):
-            fixed = tuple((name, id(value)) for name, value in item.callspec.params.items() if name not in names)
-            variants[item.parent, item.originalname, fixed].append(item)
+            other_params = tuple((name, id(value)) for name, value in item.callspec.params.items() if name not in names)
+            variants[item.parent, item.originalname, other_params].append(item)
     for group in variants.values():
         chosen = _choose(group)
         for item in group:
@@ -53,7 +53,7 @@ def mark_slow_variants(items: Sequence[pytest.Item]) -> None:
 
 
 def _choose(variants: Sequence[pytest.Function]) -> pytest.Function:
-    """Among those with several ranks, where there are any."""
+    """Choose a variant. Prefer those with several ranks."""
     fast = [item for item in variants if item.get_closest_marker("slow") is None] or variants
     distributed = [item for item in fast if item.callspec.params.get(RANK_COUNT) not in (None, 1)]
     return min(distributed or fast, key=_hash)

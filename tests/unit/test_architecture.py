@@ -1,4 +1,4 @@
-"""Who may import whom, who may communicate, and what the package may depend on."""
+"""Rules for imports between modules, for communication, and for dependencies of the package."""
 
 import ast
 import sys
@@ -15,12 +15,12 @@ import zeroshard
 ROOT = Path(zeroshard.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
-# Bottom up, as in ARCHITECTURE.md: a package or module imports only what stands above it in this list. Imports inside
-# functions and for annotations may reach further down: they load heavy parts on first use.
+# Bottom up, as in ARCHITECTURE.md: a package or module imports only from those above it in this list. Imports inside
+# functions and for annotations may reach further down: they load heavy modules on first use.
 LAYERS = (
-    *("errors", "_torch_compat", "_types", "_logging", "_plotting", "profiling"),
+    *("errors", "_torch_compat", "_types", "_formatting", "_logging", "_tracebacks", "_plotting", "profiling"),
     *("layout", "params", "config", "comm", "state", "engine"),
-    *("build", "state_dict_mixin", "zero_redundancy_optimizer", "rules", "optimizer", "shard"),
+    *("rules", "build", "summary", "state_dict_mixin", "zero_redundancy_optimizer", "optimizer", "shard"),
     *("grad_scaler", "ddp_hooks", "torch_patch", "__init__"),
     *("peer_checkpoint", "report", "checkpoint", "planner", "doctor", "integrations", "cli", "__main__"),
 )
@@ -28,7 +28,7 @@ LAYERS = (
 
 class Import(NamedTuple):
     module: str
-    """Absolute, with dots."""
+    """The absolute dotted name."""
     names: tuple[str, ...]
 
 
@@ -59,7 +59,7 @@ def imports(path: Path, *, on_load: bool = False) -> list[Import]:
 
 
 def _walk(node: ast.AST, *, on_load: bool) -> Iterator[ast.AST]:
-    """`on_load`: not into functions, nor into `if TYPE_CHECKING`."""
+    """Yield all descendants. `on_load`: skip the bodies of functions and of `if TYPE_CHECKING`."""
     for child in ast.iter_child_nodes(node):
         is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
         is_for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
@@ -69,7 +69,7 @@ def _walk(node: ast.AST, *, on_load: bool) -> Iterator[ast.AST]:
 
 
 def imported_modules(path: Path, *, on_load: bool = False) -> set[str]:
-    """The modules of the package that a file imports."""
+    """The modules of this package that a file imports."""
     used: set[str] = set()
     for module, names in imports(path, on_load=on_load):
         if module.partition(".")[0] != "zeroshard":
@@ -80,19 +80,21 @@ def imported_modules(path: Path, *, on_load: bool = False) -> set[str]:
 
 
 def layer(module: str) -> str:
-    """The top-level package or module that it belongs to."""
+    """The top-level package or module that contains `module`."""
     return module.split(".")[1]
 
 
 def test_imports_follow_the_order_of_layers() -> None:
     assert {layer(module) for module in MODULES} == set(LAYERS)
-    place = {name: number for number, name in enumerate(LAYERS)}
-    wrong = []
+    position = {name: index for index, name in enumerate(LAYERS)}
+    violations = []
     for path in FILES:
-        own = module_name(path)
+        importer = module_name(path)
         used = imported_modules(path, on_load=True)
-        wrong += [f"{own} -> {module}" for module in used if place[layer(module)] > place[layer(own)]]
-    assert not wrong
+        violations += [
+            f"{importer} -> {module}" for module in used if position[layer(module)] > position[layer(importer)]
+        ]
+    assert not violations
     graph = {module_name(path): imported_modules(path, on_load=True) - {module_name(path)} for path in FILES}
     TopologicalSorter(graph).prepare()  # raises on a cycle
 
@@ -100,24 +102,24 @@ def test_imports_follow_the_order_of_layers() -> None:
 def test_the_core_depends_on_torch_alone() -> None:
     optional = {"cli": {"typer", "rich"}, "zeroshard": {"matplotlib"}, "planner": {"matplotlib"}}
     for path in FILES:
-        tops = {module.partition(".")[0] for module, _ in imports(path)}
+        top_level = {module.partition(".")[0] for module, _ in imports(path)}
         extra = optional.get(path.parent.name, set())
         extra |= {path.stem} if path.parent.name == "integrations" else set()
-        assert tops <= {"torch", "zeroshard"} | extra | sys.stdlib_module_names, path
+        assert top_level <= {"torch", "zeroshard"} | extra | sys.stdlib_module_names, path
         for module, names in imports(path):
-            is_torchs = module.partition(".")[0] == "torch"
-            assert not (is_torchs and "zero_redundancy_optimizer" in {*module.split("."), *names}), path
-            assert not (is_torchs and "ZeroRedundancyOptimizer" in names), path
+            is_torch = module.partition(".")[0] == "torch"
+            assert not (is_torch and "zero_redundancy_optimizer" in {*module.split("."), *names}), path
+            assert not (is_torch and "ZeroRedundancyOptimizer" in names), path
 
 
 def communicates(name: str) -> bool:
-    """Whether a name of torch.distributed is more than a query or a type."""
+    """Whether a name of torch.distributed is a function that communicates, not a query or a type."""
     value = getattr(dist, name)
     return callable(value) and not isinstance(value, type) and not name.startswith(("get_", "is_"))
 
 
 def dist_names(path: Path) -> set[str]:
-    """What a file takes from torch.distributed, as an attribute or by import."""
+    """Names of torch.distributed that a file reads as attributes or imports."""
     found: set[str] = set()
     aliases = {"dist"}
     for node in ast.walk(parse(path)):
@@ -139,7 +141,7 @@ def test_only_comm_communicates() -> None:
 
 
 def test_layouts_are_pure() -> None:
-    """They allocate no tensor and know no process group."""
+    """They allocate no tensors and use no process groups."""
     for path in sorted((ROOT / "layout").glob("*.py")):
         assert {module for module, _ in imports(path) if module.startswith("torch")} <= {"torch"}, path
         attributes = {ast.unparse(node) for node in ast.walk(parse(path)) if isinstance(node, ast.Attribute)}
@@ -147,8 +149,8 @@ def test_layouts_are_pure() -> None:
         assert used <= {"torch.dtype", "torch.device", "torch.Tensor", "torch.strided"}, path
 
 
-def test_these_checks_see_what_is_there() -> None:
-    """A few imports and calls that certainly exist."""
+def test_checks_detect_known_imports_and_calls() -> None:
+    """The helpers find a few imports and calls that exist."""
     assert "zeroshard._types" in imported_modules(ROOT / "layout" / "layout.py")
     assert "zeroshard.layout.spec" in imported_modules(ROOT / "layout" / "layout.py")
     assert "zeroshard.ddp_hooks" in imported_modules(ROOT / "__init__.py")
@@ -158,3 +160,25 @@ def test_these_checks_see_what_is_there() -> None:
     assert {"broadcast", "all_reduce", "isend"} <= dist_names(ROOT / "comm" / "collectives.py")
     assert all(map(communicates, ("broadcast", "all_reduce", "isend", "barrier", "new_group")))
     assert not any(map(communicates, ("get_rank", "is_initialized", "ProcessGroup", "GradBucket")))
+
+
+FACETS = {"grads", "params", "param_sync", "state"}
+FACTS = {"comm", "layout", "profiler", "checks", "steps", "restore_step_count"}
+
+
+def test_tools_use_only_the_facets_of_the_engine() -> None:
+    tools = ("checkpoint", "peer_checkpoint", "report", "integrations", "planner", "summary", "state_dict_mixin")
+    used = {
+        (module_name(path), node.attr)
+        for path in FILES
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Attribute) and module_name(path).split(".")[1:2] and _is_engine(node.value)
+        if module_name(path).split(".")[1] in tools
+    }
+    assert {attribute for _, attribute in used} >= {"params", "state"}  # the search finds something
+    assert [use for use in sorted(used) if use[1] not in FACETS | FACTS] == []
+
+
+def _is_engine(node: ast.expr) -> bool:
+    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    return name in ("engine", "_engine")

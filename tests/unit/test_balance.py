@@ -8,34 +8,34 @@ from zeroshard.layout.partition import Balance, FlatShards, MixedPartitioner, Wh
 from zeroshard.layout.spec import ParamSpec
 
 
-def numel(one: ParamSpec) -> float:
-    return one.numel
+def numel(param_spec: ParamSpec) -> float:
+    return param_spec.numel
 
 
 def test_imbalance_is_max_over_mean() -> None:
-    found = Balance(numel_per_rank=(6, 2, 4), cost_per_rank=(1.0, 1.0, 1.0))
-    assert found.memory_imbalance == pytest.approx(1.5)
-    assert found.compute_imbalance == 1.0
+    balance = Balance(numel_per_rank=(6, 2, 4), cost_per_rank=(1.0, 1.0, 1.0))
+    assert balance.memory_imbalance == pytest.approx(1.5)
+    assert balance.compute_imbalance == 1.0
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_empty_layout_is_balanced(ranks: int) -> None:
-    nothing = Balance((0,) * ranks, (0.0,) * ranks)
-    assert nothing.memory_imbalance == nothing.compute_imbalance == 1.0
-    assert compute_balance(Layout.empty(ranks), numel) == nothing
+    balance = Balance((0,) * ranks, (0.0,) * ranks)
+    assert balance.memory_imbalance == balance.compute_imbalance == 1.0
+    assert compute_balance(Layout.empty(ranks), numel) == balance
 
 
 def test_whole_params_count_for_their_owner() -> None:
     layout = WholeParams().extend(Layout.empty(2), specs([5, 3, 1]))
     assert compute_balance(layout, numel) == Balance((5, 4), (5.0, 4.0))
-    assert compute_balance(layout, lambda one: one.numel**2) == Balance((5, 4), (25.0, 10.0))
+    assert compute_balance(layout, lambda param_spec: param_spec.numel**2) == Balance((5, 4), (25.0, 10.0))
 
 
 def test_cost_of_sharded_param_is_split_by_numel() -> None:
     layout = FlatShards().extend(Layout.empty(4), [spec(0, (6,)), spec(1, (2,))])
-    found = compute_balance(layout, lambda one: 30.0 if one.index == 0 else 1.0)
-    assert found.numel_per_rank == (2, 2, 2, 2)
-    assert sorted(found.cost_per_rank) == pytest.approx([1, 10, 10, 10])
+    balance = compute_balance(layout, lambda param_spec: 30.0 if param_spec.index == 0 else 1.0)
+    assert balance.numel_per_rank == (2, 2, 2, 2)
+    assert sorted(balance.cost_per_rank) == pytest.approx([1, 10, 10, 10])
 
 
 def test_frozen_params_are_not_counted() -> None:

@@ -37,10 +37,10 @@ def make_buffer(packer: BucketPacker, dtype: torch.dtype = torch.float32) -> Buc
 def make_grads(packer: BucketPacker) -> list[torch.Tensor | None]:
     """Distinct values in the shapes and strides of the parameters."""
     grads: list[torch.Tensor | None] = []
-    for place in packer.slots:
-        values = torch.arange(place.spec.numel, dtype=torch.float32).add(100 * (place.param + 1))
-        grad = torch.empty_strided(place.spec.shape, place.spec.stride)
-        grads.append(grad.copy_(values.view(place.spec.shape)))
+    for slot in packer.slots:
+        values = torch.arange(slot.spec.numel, dtype=torch.float32).add(100 * (slot.param + 1))
+        grad = torch.empty_strided(slot.spec.shape, slot.spec.stride)
+        grads.append(grad.copy_(values.view(slot.spec.shape)))
     return grads
 
 
@@ -55,6 +55,17 @@ MIXED_PARAMS = [
 ]
 
 
+def test_early_copy_of_narrower_gradient_rounds_like_pack() -> None:
+    """PyTorch multiplies in the dtype of the gradient, even if `out` is wider."""
+    layout, bucket = make_bucket([spec(0, (64,)), spec(1, (64,))], 3)
+    packer = BucketPacker(layout, bucket, torch.float32, include_padding=False, scale=1 / 3)
+    grads = [torch.randn(64).bfloat16() for _ in packer.slots]
+    copied, packed = make_buffer(packer), make_buffer(packer)
+    for slot_index, grad in enumerate(grads):
+        packer.copy_in(slot_index, grad, copied)
+    assert torch.equal(packer.pack([None, None], copied, {0, 1}), packer.pack(grads, packed))
+
+
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 def test_pack_puts_each_gradient_in_its_slot(ranks: int, padded: bool) -> None:
@@ -63,11 +74,11 @@ def test_pack_puts_each_gradient_in_its_slot(ranks: int, padded: bool) -> None:
     grads = make_grads(packer)
     flat = packer.pack(grads, make_buffer(packer))
     starts = {slot.param: slot.span.start for slot in bucket.slots}
-    for place, grad in zip(packer.slots, grads, strict=True):
-        assert place.span.start == starts[place.param]
+    for slot, grad in zip(packer.slots, grads, strict=True):
+        assert slot.span.start == starts[slot.param]
         assert grad is not None
-        assert torch.equal(place.view_in(flat), grad)
-        assert place.view_in(flat).stride() == place.spec.stride
+        assert torch.equal(slot.view_in(flat), grad)
+        assert slot.view_in(flat).stride() == slot.spec.stride
     assert GARBAGE not in flat.tolist()
 
 
@@ -76,7 +87,7 @@ def test_packed_numel_and_shards(ranks: int) -> None:
     """Padding is included only where shards must have equal length; the shards cover the bucket without overlap."""
     _, bucket = make_bucket(MIXED_PARAMS, ranks)
     bare, padded = make_packer(MIXED_PARAMS, ranks), make_packer(MIXED_PARAMS, ranks, padded=True)
-    assert bare.numel == max(place.span.stop for place in bare.slots) <= padded.numel == bucket.numel
+    assert bare.numel == max(slot.span.stop for slot in bare.slots) <= padded.numel == bucket.numel
     assert list(padded.shards) == list(bucket.shards)
     for packer in (bare, padded):
         assert [packer.shards[0].start, *(shard.stop for shard in packer.shards)] == [
@@ -94,12 +105,12 @@ def test_more_ranks_than_elements() -> None:
 def test_missing_gradients_are_packed_as_zeros() -> None:
     packer = make_packer(specs([5, 7, 3]))
     grads = make_grads(packer)
-    for lacking in range(3):
-        given = [None if i == lacking else grad for i, grad in enumerate(grads)]
-        flat = packer.pack(given, make_buffer(packer))
-        for place, grad in zip(packer.slots, given, strict=True):
-            expected = torch.zeros(place.spec.shape) if grad is None else grad
-            assert torch.equal(place.view_in(flat), expected)
+    for missing in range(3):
+        partial_grads = [None if i == missing else grad for i, grad in enumerate(grads)]
+        flat = packer.pack(partial_grads, make_buffer(packer))
+        for slot, grad in zip(packer.slots, partial_grads, strict=True):
+            expected = torch.zeros(slot.spec.shape) if grad is None else grad
+            assert torch.equal(slot.view_in(flat), expected)
     assert not packer.pack([None] * 3, make_buffer(packer)).any()
 
 
@@ -112,9 +123,9 @@ def test_buffer_is_reused_by_another_bucket() -> None:
     grads = make_grads(other)
     flat = other.pack(grads, buffer)
     assert flat.numel() == small.numel
-    for place, grad in zip(other.slots, grads, strict=True):
+    for slot, grad in zip(other.slots, grads, strict=True):
         assert grad is not None
-        assert torch.equal(place.view_in(flat), grad)
+        assert torch.equal(slot.view_in(flat), grad)
 
 
 def make_second_bucket(first: list[int], second: list[int]) -> tuple[Layout, Bucket]:
@@ -128,13 +139,13 @@ def test_sparse_gradients_are_densified() -> None:
     dense, vector = torch.zeros(4, 3), torch.ones(5)
     dense[2] = 7
     sparse = torch.sparse_coo_tensor(torch.tensor([[2, 2]]), torch.tensor([[3.0] * 3, [4.0] * 3]), (4, 3))
-    grads: list[torch.Tensor | None] = [sparse if place.param == 0 else vector for place in packer.slots]
+    grads: list[torch.Tensor | None] = [sparse if slot.param == 0 else vector for slot in packer.slots]
     flat = packer.pack(grads, make_buffer(packer))
-    for place in packer.slots:
-        assert torch.equal(place.view_in(flat), dense if place.param == 0 else vector)
+    for slot in packer.slots:
+        assert torch.equal(slot.view_in(flat), dense if slot.param == 0 else vector)
     packer.add(grads, buffer := BucketBuffer(flat))
-    for place in packer.slots:
-        assert torch.equal(place.view_in(buffer.flat), 2 * (dense if place.param == 0 else vector))
+    for slot in packer.slots:
+        assert torch.equal(slot.view_in(buffer.flat), 2 * (dense if slot.param == 0 else vector))
 
 
 def test_add_skips_missing_gradients() -> None:
@@ -152,11 +163,11 @@ def test_add_skips_missing_gradients() -> None:
 
 def test_gradients_are_rounded_to_reduce_dtype() -> None:
     packer = make_packer(specs([5, 7]), dtype=torch.bfloat16)
-    grads = [torch.full((place.spec.numel,), 1 + 2**-12) for place in packer.slots]
+    grads = [torch.full((slot.spec.numel,), 1 + 2**-12) for slot in packer.slots]
     flat = packer.pack(grads, make_buffer(packer, torch.bfloat16))
     assert flat.dtype == torch.bfloat16
-    for place in packer.slots:
-        assert torch.equal(place.view_in(flat), torch.ones(place.spec.numel, dtype=torch.bfloat16))
+    for slot in packer.slots:
+        assert torch.equal(slot.view_in(flat), torch.ones(slot.spec.numel, dtype=torch.bfloat16))
 
 
 class TestZeroCopyView:
@@ -203,10 +214,10 @@ def test_pack_whole_params() -> None:
     grads = make_grads(packer)
     flat = packer.pack(grads, make_buffer(packer))
     assert [shard.start for shard in packer.shards] == [shard.start for shard in bucket.shards]
-    for place, grad in zip(packer.slots, grads, strict=True):
+    for slot, grad in zip(packer.slots, grads, strict=True):
         assert grad is not None
-        assert torch.equal(place.view_in(flat), grad)
-        assert any(Span(*shard).contains(place.span) for shard in packer.shards)
+        assert torch.equal(slot.view_in(flat), grad)
+        assert any(Span(*shard).contains(slot.span) for shard in packer.shards)
 
 
 class TestBufferPool:
@@ -241,11 +252,11 @@ class TestBufferPool:
     def test_number_of_idle_buffers_is_limited(self) -> None:
         pool = BufferPool(torch.float32, CPU)
         pool.reserve(3)
-        taken = [pool.acquire(1) for _ in range(MAX_IDLE_BUFFERS + 2)]
-        for buffer in taken:
+        acquired = [pool.acquire(1) for _ in range(MAX_IDLE_BUFFERS + 2)]
+        for buffer in acquired:
             pool.release(buffer)
-        again = [pool.acquire(1) for _ in taken]
-        assert sum(any(one is other for other in taken) for one in again) == MAX_IDLE_BUFFERS
+        reacquired = [pool.acquire(1) for _ in acquired]
+        assert sum(any(buffer is other for other in acquired) for buffer in reacquired) == MAX_IDLE_BUFFERS
 
 
 class TestScale:
@@ -263,28 +274,28 @@ class TestScale:
         )
         assert torch.equal(packer.pack(grads, make_buffer(packer)), expected)
         buffer = make_buffer(packer)
-        there = (0, 2, 4)
-        for place in there:
-            grad = grads[place]
+        copied = (0, 2, 4)
+        for index in copied:
+            grad = grads[index]
             assert grad is not None
-            packer.copy_in(place, grad, buffer)
-        rest = [None if place in there else grad for place, grad in enumerate(grads)]
-        assert torch.equal(packer.pack(rest, buffer, there), expected)
+            packer.copy_in(index, grad, buffer)
+        rest = [None if index in copied else grad for index, grad in enumerate(grads)]
+        assert torch.equal(packer.pack(rest, buffer, copied), expected)
 
     def test_add_accumulates_scaled_gradients(self) -> None:
         packer = self.make_packer()
         grads = make_grads(packer)
-        twice = make_packer(MIXED_PARAMS).pack(
+        doubled = make_packer(MIXED_PARAMS).pack(
             [None if grad is None else grad / 2 for grad in grads], make_buffer(packer)
         )
         buffer = make_buffer(packer)
-        for place, grad in enumerate(grads):
+        for index, grad in enumerate(grads):
             assert grad is not None
-            packer.copy_in(place, grad, buffer)
-        assert torch.equal(packer.pack(grads, buffer, range(len(grads))), twice)
+            packer.copy_in(index, grad, buffer)
+        assert torch.equal(packer.pack(grads, buffer, range(len(grads))), doubled)
         packer.pack(grads, buffer)
         packer.add(grads, buffer)
-        assert torch.equal(buffer.flat[: packer.numel], twice)
+        assert torch.equal(buffer.flat[: packer.numel], doubled)
 
 
 def test_more_gradients_than_one_foreach_batch() -> None:
@@ -292,13 +303,13 @@ def test_more_gradients_than_one_foreach_batch() -> None:
     packer = make_packer([spec(index, (3,)) for index in range(2 * FOREACH_BATCH_SIZE + 7)])
     grads = make_grads(packer)
     buffer, missing, early = make_buffer(packer), set(range(0, len(grads), 5)), set(range(1, len(grads), 5))
-    for place in early:
-        grad = grads[place]
+    for index in early:
+        grad = grads[index]
         assert grad is not None
-        packer.copy_in(place, grad, buffer)
-    given = (None if place in missing | early else grad for place, grad in enumerate(grads))
-    packer.pack(given, buffer, early)
+        packer.copy_in(index, grad, buffer)
+    late_grads = (None if index in missing | early else grad for index, grad in enumerate(grads))
+    packer.pack(late_grads, buffer, early)
     packer.add(iter(grads), buffer)
-    for number, (home, grad) in enumerate(zip(packer.slots, grads, strict=True)):
+    for index, (slot, grad) in enumerate(zip(packer.slots, grads, strict=True)):
         assert grad is not None
-        assert torch.equal(home.view_in(buffer.flat), grad if number in missing else 2 * grad)
+        assert torch.equal(slot.view_in(buffer.flat), grad if index in missing else 2 * grad)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.support.checkpoints import edit_metadata
 from zeroshard import CheckpointError, checkpoint
-from zeroshard.checkpoint import metadata as archive
+from zeroshard.checkpoint import metadata as checkpoint_metadata
 from zeroshard.checkpoint.directory import MANIFEST_FILE, Manifest, read_manifest
 from zeroshard.checkpoint.metadata import CheckpointMetadata, check_chunks
 from zeroshard.checkpoint.progress import Progress
@@ -50,10 +50,10 @@ def load_model(directory: Path) -> dict[str, Any]:
 
 # ---- files cannot modify classes
 
-# Names as `.metadata` spells them, and the object of that name in this process.
+# Names as `.metadata` spells them, and the objects that they refer to in this process.
 ALLOWED_GLOBALS: dict[str, Any] = {
     **{f"{module}\n{kind}Path": pathlib.PosixPath for module in ("pathlib",) for kind in ("Posix", "Windows")},
-    **{f"{it.__module__}\n{it.__name__}": it for it in (Metadata, MetadataIndex, metadata.TensorProperties)},
+    **{f"{cls.__module__}\n{cls.__name__}": cls for cls in (Metadata, MetadataIndex, metadata.TensorProperties)},
     f"{filesystem.__name__}\n_StorageInfo": filesystem._StorageInfo,
     f"{metadata.__name__}\n_MEM_FORMAT_ENCODING": metadata._MEM_FORMAT_ENCODING,
     "torch.serialization\n_get_layout": torch.serialization._get_layout,
@@ -63,7 +63,7 @@ ALLOWED_GLOBALS: dict[str, Any] = {
 }
 GUARDED_OBJECTS = (
     *(pathlib.PurePath, pathlib.Path, pathlib.PosixPath, *ALLOWED_GLOBALS.values(), *metadata._MEM_FORMAT_ENCODING),
-    *(*archive._METADATA_CLASSES, *archive._ALLOWED_GLOBALS.values()),
+    *(*checkpoint_metadata._METADATA_CLASSES, *checkpoint_metadata._ALLOWED_GLOBALS.values()),
 )
 
 
@@ -71,10 +71,10 @@ def pickled_text(value: str) -> bytes:
     return b"X" + len(value).to_bytes(4, "little") + value.encode()
 
 
-def setattr_opcodes(where: str, name: str, value: str, *, slots: bool = True, called: bytes = b"") -> bytes:
-    """Pickle opcodes that set an attribute of the global `where`, or of the result of calling it."""
+def setattr_opcodes(target: str, name: str, value: str, *, slots: bool = True, call: bytes = b"") -> bytes:
+    """Pickle opcodes that set an attribute of the global `target`, or of its result after the opcodes `call`."""
     state = b"}" + pickled_text(name) + pickled_text(value) + b"s"
-    return b"c" + where.encode() + b"\n" + called + (b"(N" + state + b"t" if slots else state) + b"b0"
+    return b"c" + target.encode() + b"\n" + call + (b"(N" + state + b"t" if slots else state) + b"b0"
 
 
 def prepend_opcodes(file: Path, opcodes: bytes) -> None:
@@ -84,100 +84,105 @@ def prepend_opcodes(file: Path, opcodes: bytes) -> None:
 
 def snapshot_attributes() -> list[Any]:
     """Attributes of all guarded objects, without `__slotnames__`, which pickling adds to a class."""
-    return [{k: v for k, v in getattr(it, "__dict__", {}).items() if k != "__slotnames__"} for it in GUARDED_OBJECTS]
+    return [
+        {k: v for k, v in getattr(guarded, "__dict__", {}).items() if k != "__slotnames__"}
+        for guarded in GUARDED_OBJECTS
+    ]
 
 
 @pytest.fixture
-def unchanged() -> Iterator[None]:
+def guarded_objects_unchanged() -> Iterator[None]:
     before = snapshot_attributes()
     yield
-    for was, now, it in zip(before, snapshot_attributes(), GUARDED_OBJECTS, strict=True):
-        assert was == now, it
+    for old, new, guarded in zip(before, snapshot_attributes(), GUARDED_OBJECTS, strict=True):
+        assert old == new, guarded
     assert Path("/a/b").name == "b"
 
 
-@pytest.mark.usefixtures("unchanged")
+@pytest.mark.usefixtures("guarded_objects_unchanged")
 @pytest.mark.parametrize("slots", [True, False], ids=["slots", "dict"])
-@pytest.mark.parametrize("where", ALLOWED_GLOBALS)
-def test_metadata_cannot_modify_classes(directory: Path, where: str, slots: bool) -> None:
+@pytest.mark.parametrize("target", ALLOWED_GLOBALS)
+def test_metadata_cannot_modify_classes(directory: Path, target: str, slots: bool) -> None:
     good = (directory / ".metadata").read_bytes()
-    prepend_opcodes(directory / ".metadata", setattr_opcodes(where, "name", "other", slots=slots))
+    prepend_opcodes(directory / ".metadata", setattr_opcodes(target, "name", "other", slots=slots))
     with pytest.raises(CheckpointError, match=r"\.metadata cannot be read"):
         CheckpointMetadata(directory)
     (directory / ".metadata").write_bytes(good)
     load_model(directory)
 
 
-@pytest.mark.usefixtures("unchanged")
+@pytest.mark.usefixtures("guarded_objects_unchanged")
 @pytest.mark.parametrize("slots", [True, False], ids=["slots", "dict"])
 def test_metadata_cannot_modify_enum_members(directory: Path, slots: bool) -> None:
-    where = f"{metadata.__name__}\n_MEM_FORMAT_ENCODING"
-    prepend_opcodes(directory / ".metadata", setattr_opcodes(where, "_name_", "x", slots=slots, called=b"(K\x00tR"))
+    target = f"{metadata.__name__}\n_MEM_FORMAT_ENCODING"
+    prepend_opcodes(directory / ".metadata", setattr_opcodes(target, "_name_", "x", slots=slots, call=b"(K\x00tR"))
     with pytest.raises(CheckpointError, match=r"\.metadata cannot be read"):
         CheckpointMetadata(directory)
 
 
-@pytest.mark.usefixtures("unchanged")
+@pytest.mark.usefixtures("guarded_objects_unchanged")
 def test_path_check_cannot_be_bypassed(directory: Path) -> None:
     os.rename(directory / DATA, directory.parent / "outside.distcp")
 
-    def escape_directory(it: Metadata) -> None:
-        it.storage_data = {at: replace(info, relative_path="../outside.distcp") for at, info in it.storage_data.items()}
+    def escape_directory(dcp_metadata: Metadata) -> None:
+        dcp_metadata.storage_data = {
+            index: replace(info, relative_path="../outside.distcp") for index, info in dcp_metadata.storage_data.items()
+        }
 
     edit_metadata(directory, escape_directory)
     with pytest.raises(CheckpointError, match="outside its directory"):
         load_model(directory)
     prepend_opcodes(directory / ".metadata", setattr_opcodes("pathlib\nPosixPath", "name", "../outside.distcp"))
-    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: it changes 'name'"):
+    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: it sets the attribute 'name'"):
         load_model(directory)
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "/x", "a/b", "a\\b", "../x", None])
 def test_data_file_outside_directory(directory: Path, name: Any) -> None:
-    edit_metadata(directory, lambda it: edit_storage_info(it, relative_path=name))
-    with pytest.raises(CheckpointError, match=r"\.metadata names a file outside its directory"):
+    edit_metadata(directory, lambda dcp_metadata: edit_storage_info(dcp_metadata, relative_path=name))
+    with pytest.raises(CheckpointError, match=r"\.metadata refers to a file outside its directory"):
         CheckpointMetadata(directory)
 
 
 def edit_pickle_in_zip(content: bytes, edit: Callable[[bytes], bytes]) -> io.BytesIO:
-    """Edit the pickle inside a file of torch.save."""
-    found = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(found, "w") as new:
+    """Edit the pickle inside a file that torch.save wrote."""
+    edited = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(edited, "w") as new:
         for name in old.namelist():
             new.writestr(name, edit(old.read(name)) if name.endswith("data.pkl") else old.read(name))
-    found.seek(0)
-    return found
+    edited.seek(0)
+    return edited
 
 
-@pytest.mark.usefixtures("unchanged")
-@pytest.mark.parametrize("where", ["torch._utils\n_rebuild_tensor_v2", "collections\nOrderedDict"])
-def test_data_cannot_modify_classes(where: str) -> None:
+@pytest.mark.usefixtures("guarded_objects_unchanged")
+@pytest.mark.parametrize("target", ["torch._utils\n_rebuild_tensor_v2", "collections\nOrderedDict"])
+def test_data_cannot_modify_classes(target: str) -> None:
     saved = io.BytesIO()
     torch.save(torch.arange(3.0), saved)
 
-    def spoil(it: bytes) -> bytes:
-        return it[:2] + setattr_opcodes(where, "storage", "other") + it[2:]
+    def corrupt(content: bytes) -> bytes:
+        return content[:2] + setattr_opcodes(target, "storage", "other") + content[2:]
 
     assert parse_tensor_header(edit_pickle_in_zip(saved.getvalue(), bytes), torch.float32) is not None
-    assert parse_tensor_header(edit_pickle_in_zip(saved.getvalue(), spoil), torch.float32) is None
+    assert parse_tensor_header(edit_pickle_in_zip(saved.getvalue(), corrupt), torch.float32) is None
     assert parse_tensor_header(edit_pickle_in_zip(saved.getvalue(), bytes), torch.float32) is not None
 
 
 def test_metadata_equals_what_torch_reads(directory: Path) -> None:
-    """Except for the directory that it was written to."""
+    """Except for the directory that the checkpoint was written to."""
     found, expected = CheckpointMetadata(directory).dcp_metadata, pickle.loads((directory / ".metadata").read_bytes())
     assert found.storage_meta is not None
     expected.storage_meta.checkpoint_id = found.storage_meta.checkpoint_id
     assert found == expected
-    assert [type(it) for it in found.storage_data] == [type(it) for it in expected.storage_data]
+    assert [type(index) for index in found.storage_data] == [type(index) for index in expected.storage_data]
 
 
 # ---- checksums
 
 
 def write_checksums(directory: Path, sums: Any) -> Manifest | None:
-    said = json.loads(Manifest(1, 1, {}, 0.0, "").to_json())
-    (directory / MANIFEST_FILE).write_text(json.dumps({**said, "sums": sums}))
+    fields = json.loads(Manifest(1, 1, {}, 0.0, "").to_json())
+    (directory / MANIFEST_FILE).write_text(json.dumps({**fields, "sums": sums}))
     return read_manifest(directory)
 
 
@@ -189,7 +194,7 @@ def verify_checksums(directory: Path, sums: Any) -> None:
 
 @pytest.mark.parametrize("name", ["/dev/zero", "../x", "..", "", "a\\b"])
 def test_checksums_of_files_outside_directory(directory: Path, name: str) -> None:
-    with pytest.raises(CheckpointError, match=f"{MANIFEST_FILE} names a file outside its directory"):
+    with pytest.raises(CheckpointError, match=f"{MANIFEST_FILE} refers to a file outside its directory"):
         write_checksums(directory, {name: 0})
 
 
@@ -203,7 +208,7 @@ def test_checksums_of_special_or_missing_files(directory: Path) -> None:
     """Reading a pipe without a writer would block, and a device has no end."""
     os.mkfifo(directory / "pipe")
     (directory / "device").symlink_to("/dev/zero")
-    for name, reason in {"pipe": "no regular file", "device": "no regular file", "nothing": "is missing"}.items():
+    for name, reason in {"pipe": "not a regular file", "device": "not a regular file", "nothing": "is missing"}.items():
         with pytest.raises(CheckpointError, match=f"{name} {reason}|{name} is {reason}"):
             verify_checksums(directory, {name: 0})
 
@@ -212,7 +217,7 @@ def test_checksums_of_special_or_missing_files(directory: Path) -> None:
 def test_checksums_must_cover_all_files(directory: Path, sums: dict[str, int]) -> None:
     manifest = write_checksums(directory, sums)
     assert manifest is not None
-    with pytest.raises(CheckpointError, match=f"{MANIFEST_FILE} has no check sums of {DATA}"):
+    with pytest.raises(CheckpointError, match=f"{MANIFEST_FILE} has no checksums for {DATA}"):
         manifest.check_covers(directory, CheckpointMetadata(directory).min_file_sizes())
     Manifest(1, 1, {DATA: 0}, 0.0, "").check_covers(directory, CheckpointMetadata(directory).min_file_sizes())
 
@@ -222,37 +227,37 @@ def test_checksums_must_cover_all_files(directory: Path, sums: dict[str, int]) -
 ChunkList = list[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
-def tensor_metadata(size: tuple[int, ...], cuts: ChunkList) -> metadata.TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in cuts]
+def tensor_metadata(size: tuple[int, ...], chunk_list: ChunkList) -> metadata.TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in chunk_list]
     return metadata.TensorStorageMetadata(metadata.TensorProperties(torch.float32), torch.Size(size), chunks)
 
 
 INVALID_CHUNKS: dict[str, tuple[ChunkList, str]] = {
-    "gap": ([((0, 0), (2, 6))], "24 elements, but parts with 12"),
-    "no chunks": ([], "24 elements, but parts with 0"),
+    "gap": ([((0, 0), (2, 6))], "with 24 elements in total, got 12"),
+    "no chunks": ([], "with 24 elements in total, got 0"),
     "duplicate": ([((0, 0), (2, 6)), ((0, 0), (2, 6))], "overlap"),
     "overlapping rows": ([((0, 0), (2, 6)), ((1, 0), (2, 6))], "overlap"),
     "overlapping columns": ([((0, 0), (4, 3)), ((0, 2), (4, 3))], "overlap"),
     "overlapping corners": ([((0, 0), (3, 4)), ((2, 3), (2, 3)), ((0, 4), (2, 2)), ((3, 0), (1, 2))], "overlap"),
-    "past the end": ([((1, 0), (4, 6))], "goes beyond"),
-    "negative offset": ([((-1, 0), (4, 6))], "goes beyond"),
-    "negative size": ([((0, 0), (-4, -6))], "goes beyond"),
-    "wrong number of dimensions": ([((0,), (24,))], "goes beyond"),
+    "past the end": ([((1, 0), (4, 6))], "exceeds its size"),
+    "negative offset": ([((-1, 0), (4, 6))], "exceeds its size"),
+    "negative size": ([((0, 0), (-4, -6))], "exceeds its size"),
+    "wrong number of dimensions": ([((0,), (24,))], "exceeds its size"),
 }
 
 
 @pytest.mark.parametrize("case", INVALID_CHUNKS)
 def test_invalid_chunks(directory: Path, case: str) -> None:
-    cuts, match = INVALID_CHUNKS[case]
+    chunk_list, match = INVALID_CHUNKS[case]
 
-    def spoil(it: Metadata) -> None:
-        old = next(at for at in it.storage_data if at.fqn == WEIGHT)
-        info = it.storage_data.pop(old)
-        it.storage_data |= {MetadataIndex(WEIGHT, offsets): info for offsets, _ in cuts}
-        it.state_dict_metadata[WEIGHT] = tensor_metadata((4, 6), cuts)
+    def corrupt(dcp_metadata: Metadata) -> None:
+        old_index = next(index for index in dcp_metadata.storage_data if index.fqn == WEIGHT)
+        info = dcp_metadata.storage_data.pop(old_index)
+        dcp_metadata.storage_data |= {MetadataIndex(WEIGHT, offsets): info for offsets, _ in chunk_list}
+        dcp_metadata.state_dict_metadata[WEIGHT] = tensor_metadata((4, 6), chunk_list)
 
-    edit_metadata(directory, spoil)
-    with pytest.raises(CheckpointError, match=rf"\.metadata contradicts itself: '{WEIGHT}' .*{match}"):
+    edit_metadata(directory, corrupt)
+    with pytest.raises(CheckpointError, match=rf"\.metadata is inconsistent: .*'{WEIGHT}' .*{match}"):
         load_model(directory)
 
 
@@ -270,58 +275,60 @@ VALID_CHUNKS: dict[str, tuple[tuple[int, ...], ChunkList]] = {
 
 @pytest.mark.parametrize("case", VALID_CHUNKS)
 def test_valid_chunks(case: str) -> None:
-    size, cuts = VALID_CHUNKS[case]
-    check_chunks("it", tensor_metadata(size, cuts))
-    check_chunks("it", tensor_metadata(size, cuts[::-1]))
+    size, chunk_list = VALID_CHUNKS[case]
+    check_chunks("it", tensor_metadata(size, chunk_list))
+    check_chunks("it", tensor_metadata(size, chunk_list[::-1]))
 
 
 # ---- sizes
 
 
-def edit_storage_info(it: Metadata, **fields: Any) -> None:
-    at = next(at for at in it.storage_data if at.fqn == WEIGHT)
-    it.storage_data[at] = replace(it.storage_data[at], **fields)
+def edit_storage_info(dcp_metadata: Metadata, **fields: Any) -> None:
+    index = next(index for index in dcp_metadata.storage_data if index.fqn == WEIGHT)
+    dcp_metadata.storage_data[index] = replace(dcp_metadata.storage_data[index], **fields)
 
 
 @pytest.mark.parametrize("value", [-5, 10.5, None, "3"])
 @pytest.mark.parametrize("field", ["offset", "length"])
 def test_invalid_offset_or_length(directory: Path, field: str, value: Any) -> None:
-    edit_metadata(directory, lambda it: edit_storage_info(it, **{field: value}))
-    with pytest.raises(CheckpointError, match=r"\.metadata contradicts itself: .* bytes from byte"):
+    edit_metadata(directory, lambda dcp_metadata: edit_storage_info(dcp_metadata, **{field: value}))
+    with pytest.raises(CheckpointError, match=r"\.metadata is inconsistent: .* bytes at offset"):
         CheckpointMetadata(directory)
 
 
 @pytest.mark.parametrize("size", [(1 << 38,), (1 << 40, 1 << 40)])
 def test_tensor_larger_than_its_data(directory: Path, size: tuple[int, ...]) -> None:
-    def spoil(it: Metadata) -> None:
+    def corrupt(dcp_metadata: Metadata) -> None:
         origin = (0,) * len(size)
-        it.state_dict_metadata[WEIGHT] = tensor_metadata(size, [(origin, size)])
-        it.storage_data[MetadataIndex(WEIGHT, origin)] = next(iter(it.storage_data.values()))
+        dcp_metadata.state_dict_metadata[WEIGHT] = tensor_metadata(size, [(origin, size)])
+        dcp_metadata.storage_data[MetadataIndex(WEIGHT, origin)] = next(iter(dcp_metadata.storage_data.values()))
 
-    edit_metadata(directory, spoil)
-    with pytest.raises(CheckpointError, match=rf"\.metadata contradicts itself: a part of '{WEIGHT}' has \d+ bytes"):
+    edit_metadata(directory, corrupt)
+    with pytest.raises(
+        CheckpointError, match=rf"\.metadata is inconsistent: expected \d+ bytes for a chunk of '{WEIGHT}'"
+    ):
         CheckpointMetadata(directory)
 
 
 def test_tensor_without_data(directory: Path) -> None:
-    edit_metadata(directory, lambda it: it.storage_data.clear())
-    with pytest.raises(CheckpointError, match=r"a part of 'model.\w+' is not in its files"):
+    edit_metadata(directory, lambda dcp_metadata: dcp_metadata.storage_data.clear())
+    with pytest.raises(CheckpointError, match=r"a chunk of 'model.\w+' is missing from its files"):
         CheckpointMetadata(directory)
 
 
 WRONG_TYPES: dict[str, Callable[[Metadata], object]] = {
-    "dtype": lambda it: setattr(it.state_dict_metadata[WEIGHT].properties, "dtype", 4),  # type: ignore[union-attr]
-    "size": lambda it: setattr(it.state_dict_metadata[WEIGHT], "size", (4, 6)),
-    "chunks": lambda it: setattr(it.state_dict_metadata[WEIGHT], "chunks", [7]),
-    "path": lambda it: it.planner_data.update({WEIGHT: ("model", ["weight"])}),
-    "list index": lambda it: it.planner_data.update({WEIGHT: ("model", "weight", 10**9)}),
-    "paths": lambda it: setattr(it, "planner_data", 5),
-    "entries": lambda it: setattr(it, "state_dict_metadata", []),
+    "dtype": lambda dcp_metadata: setattr(dcp_metadata.state_dict_metadata[WEIGHT].properties, "dtype", 4),  # type: ignore[union-attr]
+    "size": lambda dcp_metadata: setattr(dcp_metadata.state_dict_metadata[WEIGHT], "size", (4, 6)),
+    "chunks": lambda dcp_metadata: setattr(dcp_metadata.state_dict_metadata[WEIGHT], "chunks", [7]),
+    "path": lambda dcp_metadata: dcp_metadata.planner_data.update({WEIGHT: ("model", ["weight"])}),
+    "list index": lambda dcp_metadata: dcp_metadata.planner_data.update({WEIGHT: ("model", "weight", 10**9)}),
+    "paths": lambda dcp_metadata: setattr(dcp_metadata, "planner_data", 5),
+    "entries": lambda dcp_metadata: setattr(dcp_metadata, "state_dict_metadata", []),
 }
 
 
 @pytest.mark.parametrize("case", WRONG_TYPES)
 def test_metadata_of_wrong_types(directory: Path, case: str) -> None:
     edit_metadata(directory, WRONG_TYPES[case])
-    with pytest.raises(CheckpointError, match=r"\.metadata contradicts itself"):
+    with pytest.raises(CheckpointError, match=r"\.metadata is inconsistent"):
         CheckpointMetadata(directory)

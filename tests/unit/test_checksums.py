@@ -20,9 +20,9 @@ DTYPES = [
 
 def random_bits(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """Arbitrary bits, including NaNs."""
-    draw = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     limit = 2 if dtype == torch.bool else 256
-    return torch.randint(limit, (numel * dtype.itemsize,), dtype=torch.uint8, generator=draw).view(dtype)
+    return torch.randint(limit, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator).view(dtype)
 
 
 def flip_bit(tensor: torch.Tensor, bit: int) -> None:
@@ -54,7 +54,7 @@ def test_checksum_is_weighted_sum_of_words(dtype: torch.dtype, numel: int) -> No
 
 
 @given(
-    dtype=st.sampled_from([it for it in DTYPES if it != torch.bool]),
+    dtype=st.sampled_from([dtype for dtype in DTYPES if dtype != torch.bool]),
     numels=st.lists(st.integers(0, 40), min_size=1, max_size=4),
     seed=st.integers(0, 1000),
     data=st.data(),
@@ -64,10 +64,10 @@ def test_flipped_bit_changes_checksum(dtype: torch.dtype, numels: list[int], see
     tensors = [random_bits(numel, dtype, seed + i) for i, numel in enumerate(numels)]
     before = checksum(*tensors)
     assert before == checksum(*(tensor.clone() for tensor in tensors))
-    filled = [tensor for tensor in tensors if tensor.numel()]
-    if filled:
-        chosen = data.draw(st.sampled_from(range(len(filled))))
-        flip_bit(filled[chosen], data.draw(st.integers(0, filled[chosen].numel() * dtype.itemsize * 8 - 1)))
+    non_empty = [tensor for tensor in tensors if tensor.numel()]
+    if non_empty:
+        chosen = data.draw(st.sampled_from(range(len(non_empty))))
+        flip_bit(non_empty[chosen], data.draw(st.integers(0, non_empty[chosen].numel() * dtype.itemsize * 8 - 1)))
         assert checksum(*tensors) != before
 
 
@@ -87,17 +87,17 @@ def test_two_flips_of_the_same_bit_do_not_cancel_out(dtype: torch.dtype) -> None
     """Sign bits above all: a negated tensor differs, whatever its number of elements."""
     tensor = torch.randn(64, dtype=torch.float64).to(dtype)
     assert checksum(tensor) != checksum(-tensor)
-    sign = dtype.itemsize * 8
+    element_bits = dtype.itemsize * 8
     for other in range(1, 64):
         changed = tensor.clone()
-        flip_bit(changed, sign - 1)
-        flip_bit(changed, other * sign + sign - 1)
+        flip_bit(changed, element_bits - 1)
+        flip_bit(changed, other * element_bits + element_bits - 1)
         assert checksum(changed) != checksum(tensor), other
 
 
 def test_order_matters() -> None:
     tensor = torch.arange(1000.0)
-    assert len({checksum(tensor.roll(by)) for by in range(1000)}) == 1000
+    assert len({checksum(tensor.roll(shift)) for shift in range(1000)}) == 1000
     assert checksum(torch.zeros(3), torch.ones(3)) != checksum(torch.ones(3), torch.zeros(3))
     rows = torch.randn(30, 30)
     assert checksum(rows) != checksum(rows.t().contiguous())
@@ -109,7 +109,7 @@ def test_regular_changes_do_not_cancel_out() -> None:
     rectangle[3, 5] = rectangle[7, 9] = 1
     rectangle[3, 9] = rectangle[7, 5] = -1
     slope[0, :3] = torch.tensor([1, -2, 1])
-    assert len({checksum(it) for it in (tensor, rectangle, slope)}) == 3
+    assert len({checksum(variant) for variant in (tensor, rectangle, slope)}) == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
@@ -127,24 +127,24 @@ def test_non_contiguous_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(checks.CHUNK_WORDS, "cpu", 512)
     monkeypatch.setattr(checks, "COALESCE_MAX_BYTES", 64)
     images = torch.randn(9, 8, 7, 6).to(memory_format=torch.channels_last)
-    shapes = {
+    tensors = {
         "channels last": images,
         "transposed": torch.randn(70, 90).t(),
         "with gaps": torch.randn(40, 200)[:, ::2],
         "one row": torch.randn(1, 5000)[:, ::2],
         "small": torch.randn(3, 5).t(),
     }
-    for name, tensor in shapes.items():
+    for name, tensor in tensors.items():
         assert not tensor.is_contiguous()
         same = torch.empty_strided(tensor.shape, tensor.stride()).copy_(tensor)
         before = checksum(tensor)
         assert checksum(same) == before, name
-        for place in torch.randint(tensor.numel(), (40,), generator=torch.Generator().manual_seed(1)).tolist():
-            index = tuple(int(it) for it in torch.unravel_index(torch.tensor(place), tensor.shape))
-            kept = same[index].clone()
-            same[index] = torch.nextafter(kept, torch.tensor(9.0))
+        for position in torch.randint(tensor.numel(), (40,), generator=torch.Generator().manual_seed(1)).tolist():
+            index = tuple(int(coordinate) for coordinate in torch.unravel_index(torch.tensor(position), tensor.shape))
+            original = same[index].clone()
+            same[index] = torch.nextafter(original, torch.tensor(9.0))
             assert checksum(same) != before, (name, index)
-            same[index] = kept
+            same[index] = original
 
 
 def test_chunked_and_coalesced_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +165,9 @@ def test_memory_use_is_bounded() -> None:
     """A few MiB for words widened to int64, whatever the size of the tensor."""
     sums = Checksums()
     sums.compute([torch.zeros(5_000_000)])
-    assert sum(it.nbytes for kept in (sums._weights, sums._int64_buffers) for it in kept.values()) <= 2 * 8 * (1 << 17)
+    assert sum(
+        tensor.nbytes for cache in (sums._weights, sums._int64_buffers) for tensor in cache.values()
+    ) <= 2 * 8 * (1 << 17)
 
 
 def test_empty_nan_and_signed_zero() -> None:
@@ -178,7 +180,13 @@ def test_empty_nan_and_signed_zero() -> None:
 
 
 def test_weights_are_odd_distinct_and_fixed() -> None:
-    numbers = make_odd_weights(100_000, torch.device("cpu"))
-    assert (numbers % 2 == 1).all()
-    assert len(set(numbers.tolist())) == 100_000
-    assert torch.equal(make_odd_weights(10, torch.device("cpu")), numbers[:10])
+    weights = make_odd_weights(100_000, torch.device("cpu"))
+    assert (weights % 2 == 1).all()
+    assert len(set(weights.tolist())) == 100_000
+    assert torch.equal(make_odd_weights(10, torch.device("cpu")), weights[:10])
+
+
+def test_strides_do_not_change_checksum() -> None:
+    """Strides can differ between ranks whose parameters are equal."""
+    tensor = torch.randn(1000, 1000)
+    assert checksum(tensor) == checksum(tensor.t().contiguous().t())

@@ -6,12 +6,13 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -21,9 +22,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from tests.support.checkpoints import assert_same_state, by_name, net, plain, train
+from tests.support.checkpoints import assert_same_state, net, plain, state_by_name, train
 from tests.support.tools import convert, status_of
 from zeroshard import __version__, checkpoint
+from zeroshard.checkpoint import reader
+from zeroshard.checkpoint.progress import Progress
 from zeroshard.cli import checkpoint as cli_checkpoint
 from zeroshard.errors import CheckpointError
 
@@ -52,24 +55,24 @@ def inspect_json(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> 
 
 
 def test_inspect_latest(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found, model = inspect_json(capsys, saved), net()
-    assert found["path"] == str(saved / "step-000000002")
-    assert (found["step"], found["world_size"], found["torch"]) == (2, 1, torch.__version__)
+    summary, model = inspect_json(capsys, saved), net()
+    assert summary["path"] == str(saved / "step-000000002")
+    assert (summary["step"], summary["world_size"], summary["torch"]) == (2, 1, torch.__version__)
     shapes = {name: list(value.shape) for name, value in model.state_dict().items()}
-    assert {name: value["shape"] for name, value in found["model"].items()} == shapes
-    assert list(found["model"]) == list(model.state_dict())
-    assert {value["dtype"] for value in found["model"].values()} == {"float32"}
-    assert found["state_keys"] == ["exp_avg", "exp_avg_sq", "step"]
-    assert found["state"]["mix"]["exp_avg"] == {"shape": shapes["mix"], "dtype": "float32", "bytes": 96}
-    assert found["state"].keys() == dict(model.named_parameters()).keys() - {"unused"}
-    assert found["other"].keys() == {"ranks.0"}
+    assert {name: value["shape"] for name, value in summary["model"].items()} == shapes
+    assert list(summary["model"]) == list(model.state_dict())
+    assert {value["dtype"] for value in summary["model"].values()} == {"float32"}
+    assert summary["state_keys"] == ["exp_avg", "exp_avg_sq", "step"]
+    assert summary["state"]["mix"]["exp_avg"] == {"shape": shapes["mix"], "dtype": "float32", "bytes": 96}
+    assert summary["state"].keys() == dict(model.named_parameters()).keys() - {"unused"}
+    assert summary["other"].keys() == {"ranks.0"}
     size = sum(file.stat().st_size for file in (saved / "step-000000002").glob("*.distcp"))
-    assert found["ranks"] == {"0": {"files": 1, "bytes": size}}
-    totals = found["totals"]
+    assert summary["ranks"] == {"0": {"files": 1, "bytes": size}}
+    totals = summary["totals"]
     elements = sum(value.numel() for value in model.state_dict().values())
     assert (totals["elements"], totals["model_bytes"], totals["file_bytes"]) == (elements, 4 * elements, size)
     trained = sum(param.numel() for name, param in model.named_parameters() if name != "unused")
-    assert totals["state_bytes"] == 4 * (2 * trained + len(found["state"]))
+    assert totals["state_bytes"] == 4 * (2 * trained + len(summary["state"]))
 
 
 def test_inspect_one_step(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,18 +81,25 @@ def test_inspect_one_step(saved: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_inspect_foreign_dcp_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dcp_save({"weights": {"a": torch.ones(2, 3)}, "epoch": 4}, checkpoint_id=tmp_path / "it", no_dist=True)
-    found = inspect_json(capsys, tmp_path / "it")
-    assert (found["step"], found["world_size"], found["model"], found["state"]) == (None, 1, {}, {})
-    assert found["other"]["weights.a"] == {"shape": [2, 3], "dtype": "float32", "bytes": 24}
-    assert found["other"]["epoch"] == {"shape": None, "dtype": None, "bytes": 0}
+    summary = inspect_json(capsys, tmp_path / "it")
+    assert (summary["step"], summary["world_size"], summary["model"], summary["state"]) == (None, 1, {}, {})
+    assert summary["other"]["weights.a"] == {"shape": [2, 3], "dtype": "float32", "bytes": 24}
+    assert summary["other"]["epoch"] == {"shape": None, "dtype": None, "bytes": 0}
 
 
 def test_inspect_tables_are_complete(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of("checkpoint", "inspect", saved) == 0
     out = capsys.readouterr().out
-    for word in (
-        "step 2",
+    summary = [" ".join(line.split()) for line in out.splitlines()[:8]]
+    assert summary[1:4] == [
+        f"format DCP directory with checksums, torch {torch.__version__}",
+        "step 2 (in folder: 1, 2)",
         "saved by 1 rank",
+    ]
+    assert summary[4].startswith("model Net: ")
+    assert summary[5].startswith("optimizer AdamW: ")
+    assert summary[5].endswith(", exp_avg, exp_avg_sq, step")
+    for word in (
         *net().state_dict(),
         "6 x 5",
         "scalar",
@@ -101,6 +111,25 @@ def test_inspect_tables_are_complete(saved: Path, capsys: pytest.CaptureFixture[
         assert word in out
 
 
+def test_inspect_counts_tied_weights_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6, bias=False))
+    model[1].weight = model[0].weight
+    checkpoint.save(tmp_path, step=1, model=model)
+    found = inspect_json(capsys, tmp_path)
+    assert found["tied"] == {"1.weight": "0.weight"}
+    assert (found["totals"]["elements"], found["totals"]["model_bytes"]) == (24, 96)
+    assert list(found["model"]) == ["0.weight", "1.weight"]
+    assert (found["model_class"], found["optimizer_classes"]) == ("Sequential", [])
+    # A conversion keeps what the manifest says.
+    convert(convert(tmp_path, tmp_path / "all.pt", "torch"), tmp_path / "back", "dcp")
+    capsys.readouterr()
+    assert inspect_json(capsys, tmp_path / "back")["tied"] == found["tied"]
+    assert status_of("checkpoint", "inspect", tmp_path) == 0
+    out = capsys.readouterr().out
+    assert "1 tied weight counted once" in out
+    assert "tied to 0.weight" in out
+
+
 def test_names_are_escaped_for_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dcp_save({"model": {"[red]\x1b[2J": torch.ones(2)}}, checkpoint_id=tmp_path / "it", no_dist=True)
     assert status_of("checkpoint", "inspect", tmp_path / "it") == 0
@@ -109,17 +138,26 @@ def test_names_are_escaped_for_the_terminal(tmp_path: Path, capsys: pytest.Captu
     assert "\x1b" not in out
 
 
+def test_inspect_sorts_ranks_by_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dcp_save({"model": {"a": torch.ones(2)}}, checkpoint_id=tmp_path / "it", no_dist=True)
+    for rank in (1, 2, 10, 11):
+        (tmp_path / "it" / f"__{rank}_0.distcp").write_bytes(bytes(rank))
+    assert list(inspect_json(capsys, tmp_path / "it")["ranks"]) == ["0", "1", "2", "10", "11"]
+    assert status_of("checkpoint", "inspect", tmp_path / "it") == 0
+    assert re.findall(r"^│ (\d+) +│", capsys.readouterr().out, re.MULTILINE) == ["0", "1", "2", "10", "11"]
+
+
 # ---- convert
 
 
 def various_tensors() -> dict[str, torch.Tensor]:
-    draw = torch.Generator().manual_seed(3)
-    base = torch.randn(6, 4, 5, generator=draw)
+    generator = torch.Generator().manual_seed(3)
+    base = torch.randn(6, 4, 5, generator=generator)
     return {
         "plain": base,
         "permuted": base.permute(2, 0, 1),
         "gaps": base[::2, :, 1:4],
-        "expanded": torch.randn(5, 1, generator=draw).expand(5, 7),
+        "expanded": torch.randn(5, 1, generator=generator).expand(5, 7),
         "scalar": torch.tensor(3.5),
         "empty": torch.empty(0, 3),
         "brain": base.bfloat16(),
@@ -129,7 +167,7 @@ def various_tensors() -> dict[str, torch.Tensor]:
         "long": base.mul(100).long(),
         "flags": base > 0,
         "bytes": base.mul(20).byte(),
-        "complex": torch.view_as_complex(torch.randn(4, 3, 2, generator=draw)),
+        "complex": torch.view_as_complex(torch.randn(4, 3, 2, generator=generator)),
     }
 
 
@@ -137,35 +175,36 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
-def read_model(target: Path, kind: str, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def read_model(target: Path, kind: str, reference: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Read the model with the usual tool for the format."""
     if kind == "torch":
         model: dict[str, torch.Tensor] = torch.load(target, weights_only=True)["model"]
         return model
     if kind == "safetensors":
         return {name.removeprefix("model."): value for name, value in load_file(target).items()}
-    into = {"model": {name: torch.empty(value.shape, dtype=value.dtype) for name, value in like.items()}}
-    dcp_load(into, checkpoint_id=target, no_dist=True)
-    return into["model"]
+    state_dict = {"model": {name: torch.empty(value.shape, dtype=value.dtype) for name, value in reference.items()}}
+    dcp_load(state_dict, checkpoint_id=target, no_dist=True)
+    return state_dict["model"]
 
 
 @every_format
-@pytest.mark.parametrize("most", [16, 100, cli_checkpoint.MAX_CHUNK_BYTES])
+@pytest.mark.parametrize("chunk_bytes", [16, 100, reader.READ_CHUNK_BYTES])
 @pytest.mark.parametrize("from_file", [True, False], ids=["file", "directory"])
 def test_convert_any_tensor_in_chunks_of_any_size(
-    tmp_path: Path, kind: str, most: int, from_file: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kind: str, chunk_bytes: int, from_file: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli_checkpoint, "MAX_CHUNK_BYTES", most)
+    monkeypatch.setattr(reader, "READ_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(cli_checkpoint, "SPAN_BYTES", chunk_bytes)
     model, source = various_tensors(), tmp_path / "source"
     if from_file:
         torch.save({"model": model}, source)
     else:
         dcp_save({"model": model}, checkpoint_id=source, no_dist=True)
-    found = read_model(convert(source, tmp_path / "target", kind), kind, model)
-    assert found.keys() == model.keys()
+    converted = read_model(convert(source, tmp_path / "target", kind), kind, model)
+    assert converted.keys() == model.keys()
     for name, value in model.items():
-        assert (found[name].shape, found[name].dtype) == (value.shape, value.dtype), name
-        assert raw_bytes(found[name]) == raw_bytes(value), name
+        assert (converted[name].shape, converted[name].dtype) == (value.shape, value.dtype), name
+        assert raw_bytes(converted[name]) == raw_bytes(value), name
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -177,12 +216,15 @@ def test_convert_file_of_unsharded_script(tmp_path: Path, named: bool, key: str)
     train(model, optimizer, 3)
     torch.save({"model": model.state_dict(), key: optimizer.state_dict()}, tmp_path / "it.pt")
     convert(tmp_path / "it.pt", tmp_path / "it", "dcp")
-    again = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
-    into = torch.optim.AdamW(again.parameters())
-    checkpoint.load(tmp_path / "it", model=again, optimizer=into)
-    assert into.param_groups[0]["lr"] == 0.1
-    assert_same_state(by_name(into, into.state_dict(), again), by_name(optimizer, optimizer.state_dict(), model))
-    assert all(map(torch.equal, again.parameters(), model.parameters()))
+    loaded_model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    loaded_optimizer = torch.optim.AdamW(loaded_model.parameters())
+    checkpoint.load(tmp_path / "it", model=loaded_model, optimizer=loaded_optimizer)
+    assert loaded_optimizer.param_groups[0]["lr"] == 0.1
+    assert_same_state(
+        state_by_name(loaded_optimizer, loaded_optimizer.state_dict(), loaded_model),
+        state_by_name(optimizer, optimizer.state_dict(), model),
+    )
+    assert all(map(torch.equal, loaded_model.parameters(), model.parameters()))
 
 
 def test_convert_tensor_options_and_state(tmp_path: Path) -> None:
@@ -192,17 +234,90 @@ def test_convert_tensor_options_and_state(tmp_path: Path) -> None:
     train(model, optimizer, 2)
     torch.save({"model": model.state_dict(), "optim": optimizer.state_dict(), "note": ["a", 1]}, tmp_path / "1.pt")
     convert(tmp_path / "1.pt", tmp_path / "2", "dcp")
-    found = torch.load(convert(tmp_path / "2", tmp_path / "3.pt", "torch"), weights_only=True)
-    assert found["note"] == ["a", 1]
+    converted = torch.load(convert(tmp_path / "2", tmp_path / "3.pt", "torch"), weights_only=True)
+    assert converted["note"] == ["a", 1]
     expected = optimizer.state_dict()
-    assert found["optim"]["param_groups"] == expected["param_groups"]
-    assert torch.equal(found["optim"]["param_groups"][0]["lr"], torch.tensor(0.1))
-    assert list(found["optim"]["state"]) == list(expected["state"])
+    assert converted["optim"]["param_groups"] == expected["param_groups"]
+    assert torch.equal(converted["optim"]["param_groups"][0]["lr"], torch.tensor(0.1))
+    assert list(converted["optim"]["state"]) == list(expected["state"])
     for number, state in expected["state"].items():
-        assert torch.equal(found["optim"]["state"][number]["momentum_buffer"], state["momentum_buffer"])
+        assert torch.equal(converted["optim"]["state"][number]["momentum_buffer"], state["momentum_buffer"])
+
+
+def test_convert_tensors_in_types_other_than_containers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A set, which is not searched for tensors, must neither shift nor drop the values after it."""
+    values = [torch.full((4,), 7.0), {torch.full((3,), 5.0)}, torch.full((4,), 9.0)]
+    torch.save({"model": {"a": torch.ones(2)}, "values": values}, tmp_path / "it.pt")
+    converted: dict[str, Any] = {"values": None}
+    dcp_load(converted, checkpoint_id=convert(tmp_path / "it.pt", tmp_path / "it", "dcp"), no_dist=True)
+    first, (second,), third = converted["values"]
+    assert [first.tolist(), second.tolist(), third.tolist()] == [[7.0] * 4, [5.0] * 3, [9.0] * 4]
+    error = expect_error(capsys, "checkpoint", "convert", tmp_path / "it.pt", tmp_path / "target.pt")
+    assert "expected all tensors in dicts, lists and tuples, got 1 in other types" in error
+
+
+def test_convert_optimizers_in_a_dict(tmp_path: Path) -> None:
+    """An optimizer entry that is not one optimizer's state dict is converted like any other."""
+    states = {
+        name: {"state": {0: {"step": lr}}, "param_groups": [{"lr": lr, "params": [0]}]}
+        for name, lr in (("g", 0.1), ("d", 0.2))
+    }
+    for key in ("optim", "optimizer"):
+        torch.save({"model": {"a": torch.ones(2)}, key: states}, tmp_path / f"{key}.pt")
+        convert(tmp_path / f"{key}.pt", tmp_path / key, "dcp")
+        converted = torch.load(convert(tmp_path / key, tmp_path / f"{key}-2.pt", "torch"), weights_only=True)
+        assert converted[key] == states
+
+
+def test_large_tensor_of_a_file_is_copied_in_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_checkpoint, "SPAN_BYTES", 64)
+    torch.save({"model": {"a": torch.arange(40.0)}}, tmp_path / "it.pt")
+    done: list[int] = []
+    progress = Progress("", lambda done_bytes, _: done.append(done_bytes), 0)
+    cli_checkpoint.convert_checkpoint(tmp_path / "it.pt", tmp_path / "it", "dcp", progress, weights_only=True)
+    assert done == [64, 128, 160]
+
+
+def test_stored_bytes_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Including those of a transposed tensor, of which each span would spread over all bytes."""
+    monkeypatch.setattr(cli_checkpoint, "SPAN_BYTES", 4096)
+    tensors = {"a": torch.randn(256, 96).t(), "b": torch.randn(96, 256)}
+    dcp_save({"model": tensors}, checkpoint_id=tmp_path / "it", no_dist=True)
+    sizes: list[int] = []
+
+    def read_into(stream: BinaryIO, byte_offset: int, buffer: memoryview) -> None:
+        sizes.append(len(buffer))
+        original(stream, byte_offset, buffer)
+
+    original = reader.read_into
+    monkeypatch.setattr(reader, "read_into", read_into)
+    target = convert(tmp_path / "it", tmp_path / "it.pt", "torch", "--weights-only")
+    assert sum(sizes) == sum(tensor.nbytes for tensor in tensors.values())
+    converted = torch.load(target, weights_only=True)
+    assert all(torch.equal(converted[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("it.safetensors", "safetensors"), ("it.pt", "torch"), ("it.pth", "torch"), ("it", "dcp")]
+)
+def test_format_follows_the_suffix_and_the_result_is_printed(
+    tmp_path: Path, name: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"model": {"a": torch.ones(3), "b": torch.ones(2)}}, tmp_path / "source.pt")
+    target = tmp_path / name
+    assert status_of("checkpoint", "convert", tmp_path / "source.pt", target) == 0
+    nbytes = sum(file.stat().st_size for file in (target.iterdir() if target.is_dir() else [target]))
+    assert capsys.readouterr().out == f"Wrote {target}: format {kind}, 2 tensors, {nbytes:,} bytes\n"
+    assert read_model(target, kind, {"a": torch.ones(3), "b": torch.ones(2)})["b"].tolist() == [1, 1]
 
 
 # ---- errors
+
+
+def test_unknown_suffix_needs_a_format(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error = expect_error(capsys, "checkpoint", "convert", saved, tmp_path / "all.ckpt")
+    assert "expected .safetensors, .pt, .pth or no suffix (a DCP directory), got .ckpt. Pass --to." in error
+    convert(saved, tmp_path / "all.ckpt", "torch")
 
 
 def expect_error(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: int = 1) -> str:
@@ -218,13 +333,13 @@ def test_existing_target_is_not_overwritten(
 ) -> None:
     (tmp_path / "there").write_text("mine")
     error = expect_error(capsys, "checkpoint", "convert", saved, tmp_path / "there", "--to", kind)
-    assert error == f"Error: {tmp_path / 'there'} exists already. Remove it first, or give another name."
+    assert error == f"Error: {tmp_path / 'there'} already exists. Remove it, or choose another name."
     assert (tmp_path / "there").read_text() == "mine"
 
 
 def test_parent_directory_must_exist(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     error = expect_error(capsys, "checkpoint", "convert", saved, tmp_path / "no" / "where", "--to", "torch")
-    assert "no is no directory: make it first" in error
+    assert "no is not a directory. Create it first." in error
 
 
 @pytest.mark.parametrize("command", ["inspect", "convert"])
@@ -232,7 +347,7 @@ def test_source_is_not_a_checkpoint(tmp_path: Path, command: str, capsys: pytest
     options = [str(tmp_path / "target"), "--to", "torch"] if command == "convert" else []
     (tmp_path / "empty").mkdir()
     assert "does not exist" in expect_error(capsys, "checkpoint", command, tmp_path / "nothing", *options)
-    assert "has no checkpoint in it" in expect_error(capsys, "checkpoint", command, tmp_path / "empty", *options)
+    assert "contains no checkpoint" in expect_error(capsys, "checkpoint", command, tmp_path / "empty", *options)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["empty"]
 
 
@@ -245,11 +360,11 @@ def test_truncated_checkpoint(saved: Path, tmp_path: Path, command: str, capsys:
     assert not (tmp_path / "target").exists()
 
 
-def flip_byte(file: Path, place: int) -> None:
+def flip_byte(file: Path, offset: int) -> None:
     """Change one byte."""
-    whole = bytearray(file.read_bytes())
-    whole[place] ^= 1
-    file.write_bytes(whole)
+    content = bytearray(file.read_bytes())
+    content[offset] ^= 1
+    file.write_bytes(content)
 
 
 def offset_in_weight(file: Path) -> int:
@@ -265,9 +380,9 @@ def trained_net(steps: int) -> nn.Module:
 
 
 def load_error(path: Path) -> str:
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(CheckpointError) as raised:
         checkpoint.load(path, model=net())
-    return str(refused.value)
+    return str(raised.value)
 
 
 @every_format
@@ -288,9 +403,9 @@ def test_converted_directory_has_checksums(saved: Path, tmp_path: Path, between:
     sums = json.loads((tmp_path / "it" / "zeroshard.json").read_text())["sums"]
     files = {name: (tmp_path / "it" / name).read_bytes() for name in ("__0_0.distcp", ".metadata")}
     assert sums == {name: zlib.crc32(content) for name, content in files.items()}
-    again = net(seed=1)
-    assert checkpoint.load(tmp_path / "it", model=again).step == 2
-    assert all(map(torch.equal, again.parameters(), trained_net(2).parameters()))
+    loaded_model = net(seed=1)
+    assert checkpoint.load(tmp_path / "it", model=loaded_model).step == 2
+    assert all(map(torch.equal, loaded_model.parameters(), trained_net(2).parameters()))
     file = tmp_path / "it" / "__0_0.distcp"
     flip_byte(file, offset_in_weight(file))
     assert f"{file} is damaged" in load_error(tmp_path / "it")
@@ -317,9 +432,9 @@ def test_failed_conversion_leaves_no_files(
     """Sizes are right and there are no checksums, so the damage is found only while writing."""
     (file,) = (saved / "step-000000002").glob("*.distcp")
     (saved / "step-000000002" / "zeroshard.json").unlink()
-    whole = file.read_bytes()
-    middle = whole.index(b"PK", len(whole) // 2)
-    file.write_bytes(whole[:middle] + bytes(len(whole) - middle))
+    content = file.read_bytes()
+    middle = content.index(b"PK", len(content) // 2)
+    file.write_bytes(content[:middle] + bytes(len(content) - middle))
     expect_error(capsys, "checkpoint", "convert", saved, tmp_path / "target", "--to", kind)
     assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
 
@@ -344,17 +459,54 @@ def test_malicious_files_do_not_run_code(
     assert not (tmp_path / "never").exists()
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("container", [dict, list])
+def test_file_with_shared_containers_is_refused(
+    tmp_path: Path, container: type, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file of 3 kB with 2**40 values."""
+    nested: Any = 0
+    for _ in range(40):
+        nested = {"a": nested, "b": nested} if container is dict else [nested, nested]
+    torch.save({"model": {"a": torch.ones(2)}, "nested": nested}, tmp_path / "it.pt")
+    error = expect_error(capsys, "checkpoint", "convert", tmp_path / "it.pt", tmp_path / "target")
+    assert "it.pt contains the same containers many times" in error
+
+
+@every_format
+def test_tensor_larger_than_its_file_is_refused(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    huge = torch.zeros(1).expand(2**40)
+    optimizer = {"state": {}, "param_groups": [{"lr": huge, "params": []}]}
+    for name, saved in (("1", {"model": {"w": huge}}), ("2", {"optim": optimizer}), ("3", {"model": {}, "w": (huge,)})):
+        torch.save(saved, tmp_path / name)
+        error = expect_error(capsys, "checkpoint", "convert", tmp_path / name, tmp_path / "target", "--to", kind)
+        assert "as many as are stored, got 1,099,511,627,776. Save tensor.contiguous() instead" in error
+    dcp_save({"model": {}, "values": (huge,)}, checkpoint_id=tmp_path / "it", no_dist=True)
+    error = expect_error(capsys, "checkpoint", "convert", tmp_path / "it", tmp_path / "target", "--to", kind)
+    assert "got 1,099,511,627,776" in error
+
+
+def test_damaged_scheduler_is_not_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bytes that `checkpoint.save()` did not write are kept as they are."""
+    for name, content, status in (("other", b"other", 0), ("damaged", b"PK damaged", 1)):
+        scheduler = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        torch.save({"model": {"a": torch.ones(2)}, "scheduler": scheduler}, tmp_path / name)
+        assert status_of("checkpoint", "convert", tmp_path / name, tmp_path / f"{name}.pt") == status
+    assert "'scheduler' is damaged: " in capsys.readouterr().err
+    assert bytes(torch.load(tmp_path / "other.pt")["scheduler"].tolist()) == b"other"
+
+
 def test_files_of_other_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text").write_text("hello")
     torch.save([1, 2], tmp_path / "list.pt")
     error = expect_error(capsys, "checkpoint", "convert", tmp_path / "text", tmp_path / "target", "--to", "dcp")
-    assert "text cannot be read as a file of torch.save" in error
+    assert "text cannot be read as a torch.save file" in error
     error = expect_error(capsys, "checkpoint", "convert", tmp_path / "list.pt", tmp_path / "target", "--to", "dcp")
-    assert "list.pt has neither a 'model' nor an 'optim'" in error
+    assert "list.pt is not a checkpoint: expected a dict with 'model' or 'optim', got a list" in error
     tensors = tmp_path / "x.safetensors"
     tensors.write_bytes(b"")
     assert status_of("checkpoint", "convert", tensors, tmp_path / "y", "--to", "dcp") == 1
-    assert "safetensors are written, but not read" in capsys.readouterr().err
+    assert "safetensors files can be written, but not read" in capsys.readouterr().err
 
 
 def test_ambiguous_optimizer_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -364,7 +516,16 @@ def test_ambiguous_optimizer_state(tmp_path: Path, capsys: pytest.CaptureFixture
     train(model, optimizer, 1)
     torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "it.pt")
     error = expect_error(capsys, "checkpoint", "convert", tmp_path / "it.pt", tmp_path / "it", "--to", "dcp")
-    assert "does not say which parameters the optimizer's state belongs to" in error
+    assert "does not name the optimizer's parameters" in error
+
+
+@pytest.mark.parametrize("part", [{"state": {}}, {"param_groups": [{"params": [0]}]}], ids=["state", "groups"])
+def test_part_of_an_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str], part: Any) -> None:
+    """A checkpoint made of it could not be converted again."""
+    torch.save({"model": {"a": torch.ones(2)}, "optim": part}, tmp_path / "it.pt")
+    error = expect_error(capsys, "checkpoint", "convert", tmp_path / "it.pt", tmp_path / "it", "--to", "dcp")
+    assert "it.pt is malformed: expected 'state', a dict, and 'param_groups'" in error
+    assert not (tmp_path / "it").exists()
 
 
 def test_unknown_format(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -382,26 +543,26 @@ def test_weights_only_matches_model_state_dict(saved: Path, tmp_path: Path) -> N
         convert(saved, tmp_path / kind, kind, "--weights-only")
     from_dcp = net(seed=4).state_dict()
     dcp_load(from_dcp, checkpoint_id=tmp_path / "dcp")
-    found = [torch.load(tmp_path / "torch", weights_only=True), load_file(tmp_path / "safetensors"), from_dcp]
-    for weights in found:
-        again = net(seed=5)
-        again.load_state_dict(weights)
-        assert all(torch.equal(it, expected.state_dict()[name]) for name, it in again.state_dict().items())
+    converted = [torch.load(tmp_path / "torch", weights_only=True), load_file(tmp_path / "safetensors"), from_dcp]
+    for weights in converted:
+        loaded_model = net(seed=5)
+        loaded_model.load_state_dict(weights)
+        assert all(torch.equal(value, expected.state_dict()[name]) for name, value in loaded_model.state_dict().items())
 
 
 @every_format
 def test_weights_only_keeps_names(tmp_path: Path, kind: str) -> None:
-    """Including names that a checkpoint uses for its own parts."""
-    weights = {name: torch.arange(3.0) + at for at, name in enumerate(("model", "optim", "scheduler", "ranks.0"))}
+    """Including names that a checkpoint uses for its own entries."""
+    weights = {name: torch.arange(3.0) + index for index, name in enumerate(("model", "optim", "scheduler", "ranks.0"))}
     torch.save({"model": weights, "scheduler": {"last_epoch": 3}}, tmp_path / "it.pt")
     convert(tmp_path / "it.pt", tmp_path / "target", kind, "--weights-only")
-    found: Any = {name: torch.zeros(3) for name in weights}
+    converted: Any = {name: torch.zeros(3) for name in weights}
     if kind == "dcp":
-        dcp_load(found, checkpoint_id=tmp_path / "target")
+        dcp_load(converted, checkpoint_id=tmp_path / "target")
     else:
-        found = torch.load(tmp_path / "target") if kind == "torch" else load_file(tmp_path / "target")
-    assert found.keys() == weights.keys()
-    assert all(torch.equal(found[name], weights[name]) for name in weights)
+        converted = torch.load(tmp_path / "target") if kind == "torch" else load_file(tmp_path / "target")
+    assert converted.keys() == weights.keys()
+    assert all(torch.equal(converted[name], weights[name]) for name in weights)
 
 
 def test_weights_only_needs_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -409,8 +570,8 @@ def test_weights_only_needs_a_model(tmp_path: Path, capsys: pytest.CaptureFixtur
     error = expect_error(
         capsys, "checkpoint", "convert", tmp_path / "saved", tmp_path / "it.pt", "--to", "torch", "--weights-only"
     )
-    assert f"{tmp_path / 'saved'} has no weights: they are expected under 'model'" in error
-    assert "there are ['optim', 'ranks']" in error
+    assert f"{tmp_path / 'saved'} has no model weights: expected names under 'model'" in error
+    assert "got ['optim', 'ranks']" in error
     assert not (tmp_path / "it.pt").exists()
     torch.save({"model": torch.ones(2), "optim": {}}, tmp_path / "odd.pt")
     dcp_save({"model": torch.ones(2)}, checkpoint_id=tmp_path / "odd", no_dist=True)
@@ -430,17 +591,19 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_run_as_module(tmp_path: Path) -> None:
-    done = run_python("-m", "zeroshard", "checkpoint", "inspect", str(tmp_path))
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"Error: {tmp_path} has no checkpoint in it\n"
+    result = run_python("-m", "zeroshard", "checkpoint", "inspect", str(tmp_path))
+    assert (result.returncode, result.stdout) == (1, "")
+    assert (
+        result.stderr == f"Error: {tmp_path} contains no checkpoint. Pass a folder that checkpoint.save() wrote to.\n"
+    )
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_missing_extra_says_how_to_install_it(missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; from zeroshard.__main__ import main; main()"
-    done = run_python("-c", code)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == (
+    result = run_python("-c", code)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == (
         f"The command line needs {missing}, which is not installed: pip install 'zeroshard[cli]'\n"
         "Without it there are: zeroshard run, zeroshard doctor (each with --help), zeroshard --version\n"
     )
@@ -458,11 +621,11 @@ def test_commands_that_work_without_the_extra() -> None:
             except SystemExit as ended:
                 assert not ended.code
     """
-    done = run_python("-c", code)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "usage: python -m zeroshard run script.py" in done.stdout
-    assert "usage: zeroshard doctor" in done.stdout
-    assert done.stdout.endswith(f"zeroshard {__version__}\n")
+    result = run_python("-c", code)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "usage: python -m zeroshard run script.py" in result.stdout
+    assert "usage: zeroshard doctor" in result.stdout
+    assert result.stdout.endswith(f"zeroshard {__version__}\n")
 
 
 def test_help_lists_commands_and_each_parses_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
@@ -493,9 +656,9 @@ for kind in ("torch", "dcp", "safetensors"):
 def test_full_disk_leaves_no_files(tmp_path: Path) -> None:
     """A limit on the file size stands in for a full disk."""
     torch.save({"model": {"a": torch.ones(100, 100), "b": torch.ones(100, 100)}}, tmp_path / "it.pt")
-    done = run_python("-c", FULL_DISK, str(tmp_path / "it.pt"), str(tmp_path / "target"))
-    assert (done.returncode, done.stdout.split()) == (0, ["1"] * 3), done.stderr
-    lines = done.stderr.splitlines()
+    result = run_python("-c", FULL_DISK, str(tmp_path / "it.pt"), str(tmp_path / "target"))
+    assert (result.returncode, result.stdout.split()) == (0, ["1"] * 3), result.stderr
+    lines = result.stderr.splitlines()
     assert len(lines) == 3
     assert all(line.startswith(f"Error: {tmp_path / 'target'} could not be written: ") for line in lines)
     assert [entry.name for entry in tmp_path.iterdir()] == ["it.pt"]
@@ -547,24 +710,24 @@ MIB = 2**20
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 @pytest.mark.timeout(240)
 def test_convert_peak_memory(tmp_path: Path) -> None:
-    """Convert 528 MiB in three tensors of 176 MiB, each format from the one before."""
-    made = run_python("-c", SAVE_LARGE_CHECKPOINT, str(tmp_path))
-    assert made.returncode == 0, made.stderr
+    """Convert three tensors of 176 MiB each (528 MiB), each format from the previous one."""
+    saved = run_python("-c", SAVE_LARGE_CHECKPOINT, str(tmp_path))
+    assert saved.returncode == 0, saved.stderr
     source = tmp_path / "saved"
     for kind in ("torch", "dcp", "safetensors"):
         target = tmp_path / f"as-{kind}"
-        done = run_python("-c", MEASURE_PEAK_MEMORY, "checkpoint", "convert", str(source), str(target), "--to", kind)
-        assert done.returncode == 0, done.stderr
-        status, anonymous, resident = map(float, done.stdout.split())
+        result = run_python("-c", MEASURE_PEAK_MEMORY, "checkpoint", "convert", str(source), str(target), "--to", kind)
+        assert result.returncode == 0, result.stderr
+        status, anonymous, resident = map(float, result.stdout.splitlines()[-1].split())
         assert status == 0
         assert anonymous < 150, kind
-        if kind != "dcp":  # there the source is mapped, and its pages count as resident while memory is plenty
+        if kind != "dcp":  # the source is memory-mapped, and its pages count as resident while memory is plentiful
             assert resident < 200, kind
         shutil.rmtree(source) if source.is_dir() else source.unlink()
         source = target
     assert source.stat().st_size > 528 * MIB
     names = ("model.weight", "optim.state.weight.exp_avg", "optim.state.weight.exp_avg_sq")
-    with safe_open(source, framework="pt") as found:
-        digests = [hashlib.sha256(found.get_tensor(name).numpy()).hexdigest() for name in names]
-    assert digests == made.stdout.split()
+    with safe_open(source, framework="pt") as tensors:
+        digests = [hashlib.sha256(tensors.get_tensor(name).numpy()).hexdigest() for name in names]
+    assert digests == saved.stdout.split()
     source.unlink()

@@ -38,33 +38,33 @@ def test_config_is_frozen() -> None:
 
 @pytest.mark.parametrize("partition", ["whole", WholeParams, 3])
 def test_partition_must_be_a_partitioner(partition: Any) -> None:
-    with pytest.raises(ConfigError, match=r"ZeroConfig\(partition=...\) takes a partitioner such as FlatShards\(\)"):
+    with pytest.raises(ConfigError, match=r"ZeroConfig\(partition=...\) to be a partitioner such as FlatShards\(\)"):
         ZeroConfig(partition=partition)
 
 
-@pytest.mark.parametrize("mixed", [None, 1, "yes"])
-def test_flags_must_be_bool(mixed: Any) -> None:
-    with pytest.raises(ConfigError, match=r"ZeroConfig\(allow_mixed_dtypes=...\) takes True or False"):
-        ZeroConfig(allow_mixed_dtypes=mixed)
+@pytest.mark.parametrize("value", [None, 1, "yes"])
+def test_flags_must_be_bool(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"ZeroConfig\(allow_mixed_dtypes=...\) to be True or False"):
+        ZeroConfig(allow_mixed_dtypes=value)
 
 
 def test_equal_options_have_equal_descriptions() -> None:
     assert (
-        ZeroConfig(partition=PartitionerWithDefaultRepr()).describe()
-        == ZeroConfig(partition=PartitionerWithDefaultRepr()).describe()
+        ZeroConfig(partition=PartitionerWithDefaultRepr())._describe()
+        == ZeroConfig(partition=PartitionerWithDefaultRepr())._describe()
     )
     assert (
-        ZeroConfig(partition=PartitionerWithOptions(2)).describe()
-        == ZeroConfig(partition=PartitionerWithOptions(2)).describe()
+        ZeroConfig(partition=PartitionerWithOptions(2))._describe()
+        == ZeroConfig(partition=PartitionerWithOptions(2))._describe()
     )
 
 
 def test_different_options_have_different_descriptions() -> None:
-    options = [
+    configs = [
         ZeroConfig(),
         ZeroConfig(allow_mixed_dtypes=True),
         ZeroConfig(partition=PartitionerWithDefaultRepr()),
         ZeroConfig(partition=PartitionerWithOptions(2)),
     ]
-    options.append(ZeroConfig(partition=PartitionerWithOptions(3)))
-    assert len({option.describe() for option in options}) == len(options)
+    configs.append(ZeroConfig(partition=PartitionerWithOptions(3)))
+    assert len({config._describe() for config in configs}) == len(configs)

@@ -36,8 +36,8 @@ def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
 @pytest.mark.parametrize("shape", [(6, 8), (8, 6), (1, 5), (64, 64), (768, 3072), (50257, 768)])
 @pytest.mark.parametrize("steps", [1, 5, 7])
 def test_muon_flops_match_newton_schulz(shape: tuple[int, int], steps: int) -> None:
-    found = FlopCost(make_factory(Muon, ns_steps=steps))(spec(0, shape))
-    assert found == FLOPS_PER_ELEMENT * math.prod(shape) + newton_schulz_flops(*shape, steps)
+    flops = FlopCost(make_factory(Muon, ns_steps=steps))(spec(0, shape))
+    assert flops == FLOPS_PER_ELEMENT * math.prod(shape) + newton_schulz_flops(*shape, steps)
 
 
 def test_flops_ignore_dtype_and_names() -> None:
@@ -49,8 +49,12 @@ def test_flops_ignore_dtype_and_names() -> None:
 @pytest.mark.parametrize("factory", [SGD, AdamW, Adafactor])
 @pytest.mark.parametrize("shape", [(), (7,), (6, 8), (2, 3, 4), (0, 3)])
 def test_elementwise_optimizers_cost_their_numel(factory: Any, shape: tuple[int, ...]) -> None:
-    one = spec(0, shape)
-    assert FlopCost(make_factory(factory, lr=0.1))(one) == numel_cost(one) == FLOPS_PER_ELEMENT * math.prod(shape)
+    param_spec = spec(0, shape)
+    assert (
+        FlopCost(make_factory(factory, lr=0.1))(param_spec)
+        == numel_cost(param_spec)
+        == FLOPS_PER_ELEMENT * math.prod(shape)
+    )
 
 
 class ReadsValue(Optimizer):
@@ -70,9 +74,9 @@ class ReadsValue(Optimizer):
 
 
 def test_optimizer_that_fails_on_fake_tensors_costs_numel() -> None:
-    work, before = FlopCost(make_factory(ReadsValue)), ReadsValue.num_steps
-    assert work(spec(0, (4, 3))) == work(spec(1, (4, 3))) == numel_cost(spec(0, (4, 3)))
-    assert ReadsValue.num_steps == before + 1, "once for a shape"
+    cost, before = FlopCost(make_factory(ReadsValue)), ReadsValue.num_steps
+    assert cost(spec(0, (4, 3))) == cost(spec(1, (4, 3))) == numel_cost(spec(0, (4, 3)))
+    assert ReadsValue.num_steps == before + 1, "probed once per shape"
 
 
 def test_probing_draws_no_random_numbers_and_fires_no_hooks() -> None:
@@ -94,12 +98,12 @@ def test_probing_draws_no_random_numbers_and_fires_no_hooks() -> None:
 
 
 def test_cost_in_seconds_is_converted_to_flops() -> None:
-    """The user's cost only distributes the counted FLOPs among its parameters."""
+    """The user's cost only distributes the counted FLOPs among the parameters."""
     specs = [spec(0, (4,)), spec(1, (6,)), spec(2, (9,), trainable=False), spec(3, (100,), group=1)]
-    own = {0: 1e-6, 1: 3e-6, 2: 5e-6}
-    cost = convert_cost_to_flops(lambda it: own[it.index], specs[:3], [numel_cost, numel_cost])
-    assert [cost(it) for it in specs[:2]] == pytest.approx([2500, 7500])
-    assert cost(specs[2]) == pytest.approx(12500), "frozen ones keep their rate, and do not count"
+    seconds = {0: 1e-6, 1: 3e-6, 2: 5e-6}
+    cost = convert_cost_to_flops(lambda param_spec: seconds[param_spec.index], specs[:3], [numel_cost, numel_cost])
+    assert [cost(param_spec) for param_spec in specs[:2]] == pytest.approx([2500, 7500])
+    assert cost(specs[2]) == pytest.approx(12500), "frozen parameters use the same rate and are not counted"
 
 
 def test_zero_cost_stays_zero() -> None:
@@ -107,29 +111,29 @@ def test_zero_cost_stays_zero() -> None:
 
 
 def make_measured_cost(*shapes: tuple[int, ...]) -> MeasuredCost:
-    return MeasuredCost({(shape, torch.float32): 1.0 + number for number, shape in enumerate(shapes)})
+    return MeasuredCost({(shape, torch.float32): 1.0 + index for index, shape in enumerate(shapes)})
 
 
 def test_measured_cost_is_looked_up() -> None:
-    work = make_measured_cost((4, 3), (3, 4))
-    assert [work(spec(0, (4, 3))), work(spec(7, (3, 4), name="b"))] == [1.0, 2.0]
+    cost = make_measured_cost((4, 3), (3, 4))
+    assert [cost(spec(0, (4, 3))), cost(spec(7, (3, 4), name="b"))] == [1.0, 2.0]
     for unknown in (spec(2, (5, 3), name="late"), spec(2, (4, 3), dtype=torch.float64, name="late")):
-        with pytest.raises(ConfigError, match=r"like parameter 2 \(late\), of shape .* but on those of \(4, 3\), \(3"):
-            work(unknown)
+        with pytest.raises(ConfigError, match=r"like parameter 2 \(late\), of shape .* only for \(4, 3\), \(3"):
+            cost(unknown)
 
 
 def test_steps_are_timed_on_tensors_of_the_spec() -> None:
     seen: list[Any] = []
 
-    class Watched(Muon):
+    class Recording(Muon):
         def step(self, closure: Any = None) -> Any:
-            seen.extend((tuple(it.shape), it.dtype) for group in self.param_groups for it in group["params"])
+            seen.extend((tuple(param.shape), param.dtype) for group in self.param_groups for param in group["params"])
             return super().step(closure)  # type: ignore[no-untyped-call]
 
-    one = spec(0, (5, 3), dtype=torch.bfloat16)
-    assert measure_step_seconds(make_factory(Watched), one) > 0
+    param_spec = spec(0, (5, 3), dtype=torch.bfloat16)
+    assert measure_step_seconds(make_factory(Recording), param_spec) > 0
     assert set(seen) == {((5, 3), torch.bfloat16)}
-    assert len(seen) > 3, "some to get warm, and a few more"
+    assert len(seen) > 3, "warm-up steps and several timed ones"
 
 
 def test_failing_optimizer_is_not_timed() -> None:
@@ -145,7 +149,7 @@ def test_equal_specs_are_probed_once() -> None:
             next(counts)
             return super().step(closure)
 
-    work = FlopCost(make_factory(Counting, lr=0.1))
-    many: list[ParamSpec] = [spec(index, (3, 2)) for index in range(50)]
-    assert len({work(it) for it in many}) == 1
+    cost = FlopCost(make_factory(Counting, lr=0.1))
+    specs: list[ParamSpec] = [spec(index, (3, 2)) for index in range(50)]
+    assert len({cost(param_spec) for param_spec in specs}) == 1
     assert next(counts) <= 3

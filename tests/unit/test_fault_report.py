@@ -1,4 +1,4 @@
-"""The fault page shows all records, and is not written when they fall short of what it claims."""
+"""The fault page shows all records, and is not written if they do not support its claims."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "records"
 
 
-def make_outcome(mode: str = "shard", *saw: str, seconds: float = 0.5, restarted: bool = True) -> Outcome:
-    return Outcome(Fault(Kind.KILLED, Place.GATHER, 0, 0), mode, saw or ("RankLostError",), seconds, restarted)
+def make_outcome(mode: str = "shard", *errors: str, seconds: float = 0.5, restarted: bool = True) -> Outcome:
+    return Outcome(Fault(Kind.KILLED, Place.GATHER, 0, 0), mode, errors or ("RankLostError",), seconds, restarted)
 
 
 def render_page(folder: Path) -> str:
@@ -31,20 +31,20 @@ def test_unobserved_faults_are_counted_separately(folder: Path) -> None:
     keep_count(Count("killed", "a", "done", 70, is_watched=False))
     keep_count(Count("killed", "b", "done", 5, known=1.25))
     keep_count(Count("flips", "c", "done", 900))
-    found = render_page(folder)
-    assert f"**{FEWEST + 75} faults: 0 silent" in found
-    assert f"In {FEWEST + 5} of them" in found
-    assert "known to all others after 1.25 s at most" in found
-    assert "| c | done | 900 |  | all |" in found
+    page = render_page(folder)
+    assert f"**{FEWEST + 75} faults: 0 silent" in page
+    assert f"In {FEWEST + 5} of them" in page
+    assert "detected by all others within 1.25 s" in page
+    assert "| c | done | 900 |  | all |" in page
 
 
 @pytest.mark.parametrize(
     ("count", "seconds", "known", "reason"),
     [
         (0, 0.5, 0.5, "no faults were recorded"),
-        (FEWEST - 1, 0.5, None, f"only {FEWEST - 1} faults were watched"),
-        (FEWEST, 2.0, None, r"known to all after 2\.00 s"),
-        (FEWEST, 0.5, 2.5, r"known to all after 2\.50 s"),
+        (FEWEST - 1, 0.5, None, f"only {FEWEST - 1} faults were observed"),
+        (FEWEST, 2.0, None, r"detected after 2\.00 s"),
+        (FEWEST, 0.5, 2.5, r"detected after 2\.50 s"),
     ],
 )
 def test_incomplete_results_are_rejected(
@@ -62,20 +62,20 @@ def test_outcomes_are_listed_by_mode(folder: Path) -> None:
         [make_outcome()] * FEWEST + [make_outcome("drop-in", "RuntimeError"), make_outcome("drop-in", restarted=False)]
     )
     row = "`RankLostError` (shard, drop-in 1 of 2), `RuntimeError` (drop-in 1 of 2) | 0.50 / 0.50 |"
-    assert f"{row} went on (drop-in 1 of 2), restarted (shard, drop-in 1 of 2) | nothing |" in render_page(folder)
+    assert f"{row} continued (drop-in 1 of 2), restarted (shard, drop-in 1 of 2) | nothing |" in render_page(folder)
 
 
 def test_host_records(folder: Path) -> None:
     keep_outcomes([make_outcome()] * FEWEST)
     Record("a slow link", "20 Mbit/s", "nothing").keep()
-    found = render_page(folder)
-    assert "| a slow link | 20 Mbit/s | nothing |  |  |" in found
-    assert "permits no network namespaces" in found
+    page = render_page(folder)
+    assert "| a slow link | 20 Mbit/s | nothing |  |  |" in page
+    assert "permits no network namespaces" in page
     Record("a cut link", "cut", "RankLostError", 6.0, 7.0).keep()
-    found = render_page(folder)
-    assert "| a cut link | cut | RankLostError | 6.0 | 7.0 |" in found
-    assert f"**{FEWEST + 1} faults" in found
-    assert "permits no network namespaces" not in found
+    page = render_page(folder)
+    assert "| a cut link | cut | RankLostError | 6.0 | 7.0 |" in page
+    assert f"**{FEWEST + 1} faults" in page
+    assert "permits no network namespaces" not in page
 
 
 def test_forget_keeps_only_the_long_run(folder: Path) -> None:
@@ -96,8 +96,8 @@ def test_repeated_case_is_counted_once(folder: Path) -> None:
 
 def test_long_run_section_is_kept(folder: Path) -> None:
     keep_outcomes([make_outcome()] * FEWEST)
-    kept = "\n## A long run\n\n20,000 steps\n"
-    (folder.parent / "page.md").write_text(f"# Faults\n\nold\n{kept}", encoding="utf-8")
-    found = render_page(folder)
-    assert found.endswith(kept)
-    assert "old" not in found
+    section = "\n## A long run\n\n20,000 steps\n"
+    (folder.parent / "page.md").write_text(f"# Faults\n\nold\n{section}", encoding="utf-8")
+    page = render_page(folder)
+    assert page.endswith(section)
+    assert "old" not in page

@@ -74,9 +74,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         optimizer.step()
         random.seed(5)
         torch.manual_seed(5)
-        given: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        objects: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
         for step in (7, 12):
-            checkpoint.save(path, step=step, extra={"note": 1}, **given)
+            checkpoint.save(path, step=step, extra={"note": 1}, **objects)
     return path
 
 
@@ -88,14 +88,14 @@ def directory(folder: Path) -> Path:
 def read_entries(directory: Path) -> dict[str, Any]:
     """All values of a checkpoint by key, as torch reads them."""
     metadata = FileSystemReader(directory).read_metadata().state_dict_metadata
-    wanted: dict[str, Any] = {
-        key: torch.empty(it.size, dtype=it.properties.dtype) if isinstance(it, TensorStorageMetadata) else None
-        for key, it in metadata.items()
+    entries: dict[str, Any] = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+        for key, entry in metadata.items()
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # there is no process group
-        load(wanted, checkpoint_id=directory)
-    return wanted
+        load(entries, checkpoint_id=directory)
+    return entries
 
 
 def unpack(packed: torch.Tensor) -> Any:
@@ -104,20 +104,24 @@ def unpack(packed: torch.Tensor) -> Any:
 
 
 def test_files_on_disk(folder: Path, directory: Path) -> None:
-    assert sorted(it.name for it in folder.iterdir()) == [".lock", "latest", "step-000000007", "step-000000012"]
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "latest", "step-000000007", "step-000000012"]
     assert (folder / "latest").read_text() == "step-000000012\nstep-000000007\n"
-    assert sorted(it.name for it in directory.iterdir()) == [".metadata", "__0_0.distcp", "zeroshard.json"]
-    assert b"zeroshard" not in (directory / ".metadata").read_bytes()  # no class of ours is in it
+    assert sorted(path.name for path in directory.iterdir()) == [".metadata", "__0_0.distcp", "zeroshard.json"]
+    assert b"zeroshard" not in (directory / ".metadata").read_bytes()  # it refers to no class of this package
 
 
 def test_manifest(directory: Path) -> None:
-    found = json.loads((directory / "zeroshard.json").read_text())
-    assert list(found) == ["format", "step", "world_size", "sums", "time", "torch"]
-    assert (found["format"], found["step"], found["world_size"]) == (1, 12, 1)
-    assert found["torch"] == torch.__version__
-    assert isinstance(found["time"], float)
+    manifest = json.loads((directory / "zeroshard.json").read_text())
+    assert list(manifest) == [
+        *("format", "step", "world_size", "sums", "time", "torch"),
+        *("model", "optimizers", "tied"),
+    ]
+    assert (manifest["format"], manifest["step"], manifest["world_size"]) == (1, 12, 1)
+    assert manifest["torch"] == torch.__version__
+    assert (manifest["model"], manifest["optimizers"], manifest["tied"]) == ("Net", ["Muon", "AdamW"], {})
+    assert isinstance(manifest["time"], float)
     sums = {name: zlib.crc32((directory / name).read_bytes()) for name in (".metadata", "__0_0.distcp")}
-    assert found["sums"] == sums
+    assert manifest["sums"] == sums
 
 
 ADAM_KEYS = ("step", "exp_avg", "exp_avg_sq", "master_weights")
@@ -132,18 +136,18 @@ GROUP_KEYS = ("lr", "weight_decay", "optimizer", "initial_lr", "params")
 
 
 def test_checkpoint_entries(directory: Path) -> None:
-    found = read_entries(directory)
-    assert sorted(key for key in found if not key.startswith("optim.param_groups.")) == sorted(ENTRIES)
+    entries = read_entries(directory)
+    assert sorted(key for key in entries if not key.startswith("optim.param_groups.")) == sorted(ENTRIES)
     paths = pickle.loads((directory / ".metadata").read_bytes()).planner_data
     assert paths["model.up.weight"] == ("model", "up.weight")
     assert paths["optim.state.up.weight.master_weights"] == ("optim", "state", "up.weight", "master_weights")
     assert paths["optim.param_groups.1.lr"] == ("optim", "param_groups", 1, "lr")
     assert paths["scheduler"] == ("scheduler",)
     assert paths["ranks.0"] == ("ranks", "0")
-    assert {key: it.dtype for key, it in found.items() if key.endswith("master_weights")} == {
+    assert {key: value.dtype for key, value in entries.items() if key.endswith("master_weights")} == {
         f"optim.state.{name}.master_weights": torch.float32 for name in ("up.weight", "norm.weight", "norm.bias")
     }
-    groups = [{key: found[f"optim.param_groups.{number}.{key}"] for key in GROUP_KEYS} for number in (0, 1)]
+    groups = [{key: entries[f"optim.param_groups.{number}.{key}"] for key in GROUP_KEYS} for number in (0, 1)]
     muon = {"lr": 1e-3, "weight_decay": 0.1, "optimizer": "Muon", "initial_lr": 1e-3, "params": ["up.weight"]}
     assert groups[0] == muon
     assert groups[1]["optimizer"] == "AdamW"
@@ -151,15 +155,15 @@ def test_checkpoint_entries(directory: Path) -> None:
 
 
 def test_packed_values(directory: Path) -> None:
-    found = read_entries(directory)
-    assert unpack(found["scheduler"])["gamma"] == 0.5
-    mine = unpack(found["ranks.0"])
-    assert list(mine) == ["random", "extra"]
-    assert mine["extra"] == {"note": 1}
-    assert list(mine["random"]) == ["torch", "python"]
-    assert torch.equal(mine["random"]["torch"], torch.Generator().manual_seed(5).get_state())
+    entries = read_entries(directory)
+    assert unpack(entries["scheduler"])["gamma"] == 0.5
+    rank_entry = unpack(entries["ranks.0"])
+    assert list(rank_entry) == ["random", "extra"]
+    assert rank_entry["extra"] == {"note": 1}
+    assert list(rank_entry["random"]) == ["torch", "python"]
+    assert torch.equal(rank_entry["random"]["torch"], torch.Generator().manual_seed(5).get_state())
     version, numbers, gauss = random.Random(5).getstate()
-    assert mine["random"]["python"] == [version, numbers, gauss]
+    assert rank_entry["random"]["python"] == [version, numbers, gauss]
 
 
 def test_recorded_checkpoints_have_the_same_names(tmp_path: Path) -> None:
@@ -167,12 +171,12 @@ def test_recorded_checkpoints_have_the_same_names(tmp_path: Path) -> None:
     shutil.unpack_archive(checkpoint_file("hybrid", "zip"), tmp_path)
     directory = tmp_path / "step-000000006"
     files = [".metadata", *(f"__{rank}_0.distcp" for rank in range(4)), "zeroshard.json"]
-    assert sorted(it.name for it in directory.iterdir()) == files
+    assert sorted(path.name for path in directory.iterdir()) == files
     ranks = sorted(key for key in read_entries(directory) if key.startswith("ranks"))
     assert ranks == ["ranks.0", "ranks.1", "ranks.2", "ranks.3"]
-    found = json.loads((directory / "zeroshard.json").read_text())
-    assert list(found) == ["format", "step", "world_size", "sums", "time", "torch"]
-    assert found["format"] == 1
+    manifest = json.loads((directory / "zeroshard.json").read_text())
+    assert list(manifest) == ["format", "step", "world_size", "sums", "time", "torch"]
+    assert manifest["format"] == 1
 
 
 def test_state_dict_keys(single_rank: None) -> None:
@@ -182,15 +186,15 @@ def test_state_dict_keys(single_rank: None) -> None:
     sharded = shard(model, rules, config=ZeroConfig(master_dtype=torch.float32))
     torch.autograd.backward(model(torch.ones(2, 3, dtype=torch.bfloat16)).float().square().mean())
     sharded.step()
-    found = sharded.full_state_dict()
-    assert found is not None
-    assert list(found) == ["state", "param_groups"]
-    assert [sorted(state) for state in found["state"].values()] == [
+    state_dict = sharded.full_state_dict()
+    assert state_dict is not None
+    assert list(state_dict) == ["state", "param_groups"]
+    assert [sorted(state) for state in state_dict["state"].values()] == [
         ["master_weights", "momentum_buffer"],
         ["exp_avg", "exp_avg_sq", "master_weights", "step"],
         ["exp_avg", "exp_avg_sq", "master_weights", "step"],
     ]
-    assert [(it["optimizer"], it["params"], it["param_names"]) for it in found["param_groups"]] == [
+    assert [(group["optimizer"], group["params"], group["param_names"]) for group in state_dict["param_groups"]] == [
         ("Muon", [0], ["up.weight"]),
         ("AdamW", [1, 2], ["norm.weight", "norm.bias"]),
     ]

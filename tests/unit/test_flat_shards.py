@@ -3,6 +3,7 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -12,26 +13,26 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.oracles import spec, specs
-from tests.unit.test_partition import GROUPS, WORLD_SIZES, Groups, steadily
+from tests.unit.test_partition import GROUPS, WORLD_SIZES, Groups, deterministic_examples
 from zeroshard import ConfigError, FlatShards, ZeroConfig
 from zeroshard._types import MIB
 from zeroshard.layout.layout import Bucket, Layout
-from zeroshard.layout.partition import ALIGNMENT_BYTES
+from zeroshard.layout.partition import ALIGNMENT_BYTES, default_bucket_bytes
 from zeroshard.layout.spec import ParamSpec, make_param_specs
 
 BUCKET_BYTES = st.sampled_from([1, 4, 40, 100, 333, 1000, 8 * MIB])
 
 
-def make_layout(made: Sequence[ParamSpec], world_size: int, bucket_bytes: int = 8 * MIB) -> Layout:
-    return FlatShards(bucket_bytes).extend(Layout.empty(world_size), made)
+def make_layout(param_specs: Sequence[ParamSpec], world_size: int, bucket_bytes: int = 8 * MIB) -> Layout:
+    return FlatShards(bucket_bytes).extend(Layout.empty(world_size), param_specs)
 
 
-def bucket_key(one: ParamSpec) -> tuple[bool, torch.dtype, torch.device]:
-    return one.trainable, one.dtype, one.device
+def bucket_key(param_spec: ParamSpec) -> tuple[bool, torch.dtype, torch.device]:
+    return param_spec.trainable, param_spec.dtype, param_spec.device
 
 
-def nbytes(one: ParamSpec) -> int:
-    return one.storage_numel * one.dtype.itemsize
+def nbytes(param_spec: ParamSpec) -> int:
+    return param_spec.storage_numel * param_spec.dtype.itemsize
 
 
 def params_in(layout: Layout, bucket: Bucket) -> list[ParamSpec]:
@@ -39,34 +40,36 @@ def params_in(layout: Layout, bucket: Bucket) -> list[ParamSpec]:
     return [layout.params[index] for index in bucket.params]
 
 
-@steadily
+@deterministic_examples
 @given(GROUPS, WORLD_SIZES, BUCKET_BYTES)
 def test_each_element_has_one_owner_and_one_offset(groups: Groups, world_size: int, bucket_bytes: int) -> None:
-    made = make_param_specs(groups)
-    layout = make_layout(made, world_size, bucket_bytes)
+    param_specs = make_param_specs(groups)
+    layout = make_layout(param_specs, world_size, bucket_bytes)
     owners: dict[int, Counter[int]] = defaultdict(Counter)
-    places: Counter[tuple[int, int]] = Counter()
+    elements: Counter[tuple[int, int]] = Counter()
     for bucket in layout.buckets:
-        for piece in bucket.param_shards:
-            owners[piece.param].update(range(*piece.in_param))
-            places.update((bucket.index, element) for element in range(*piece.in_bucket))
-            assert bucket.shards[piece.owner].contains(piece.in_bucket)
-    assert [owners[one.index] for one in made] == [Counter(range(one.storage_numel)) for one in made]
-    assert set(places.values()) <= {1}
+        for param_shard in bucket.param_shards:
+            owners[param_shard.param].update(range(*param_shard.in_param))
+            elements.update((bucket.index, element) for element in range(*param_shard.in_bucket))
+            assert bucket.shards[param_shard.owner].contains(param_shard.in_bucket)
+    assert [owners[param_spec.index] for param_spec in param_specs] == [
+        Counter(range(param_spec.storage_numel)) for param_spec in param_specs
+    ]
+    assert set(elements.values()) <= {1}
 
 
-@steadily
+@deterministic_examples
 @given(GROUPS, WORLD_SIZES, BUCKET_BYTES)
 def test_each_param_is_contiguous_in_one_bucket(groups: Groups, world_size: int, bucket_bytes: int) -> None:
-    """So it can be a view of the bucket, however it is sharded."""
-    made = make_param_specs(groups)
-    layout = make_layout(made, world_size, bucket_bytes)
-    for pieces in map(layout.param_shards, range(len(made))):
-        assert len({piece.bucket for piece in pieces}) == 1
-        assert all(a.in_bucket.stop == b.in_bucket.start and a.owner < b.owner for a, b in pairwise(pieces))
+    """A parameter can therefore be a view of the bucket, regardless of how it is sharded."""
+    param_specs = make_param_specs(groups)
+    layout = make_layout(param_specs, world_size, bucket_bytes)
+    for param_shards in map(layout.param_shards, range(len(param_specs))):
+        assert len({param_shard.bucket for param_shard in param_shards}) == 1
+        assert all(a.in_bucket.stop == b.in_bucket.start and a.owner < b.owner for a, b in pairwise(param_shards))
 
 
-@steadily
+@deterministic_examples
 @given(GROUPS, WORLD_SIZES, BUCKET_BYTES)
 def test_shards_have_equal_length(groups: Groups, world_size: int, bucket_bytes: int) -> None:
     for bucket in make_layout(make_param_specs(groups), world_size, bucket_bytes).buckets:
@@ -74,56 +77,56 @@ def test_shards_have_equal_length(groups: Groups, world_size: int, bucket_bytes:
         assert list(bucket.shards) == [(rank * length, (rank + 1) * length) for rank in range(world_size)]
 
 
-@steadily
+@deterministic_examples
 @given(GROUPS, WORLD_SIZES, BUCKET_BYTES)
 def test_assignment_of_params_to_buckets(groups: Groups, world_size: int, bucket_bytes: int) -> None:
     """Last parameter first, into the current bucket of its dtype and device if it fits; large parameters are alone."""
-    made = make_param_specs(groups)
-    layout = make_layout(made, world_size, bucket_bytes)
-    found = [params_in(layout, bucket) for bucket in layout.buckets]
-    assert all(len({bucket_key(one) for one in together}) == 1 for together in found)
-    for wanted in {bucket_key(one) for one in made}:
-        same = [together for together in found if bucket_key(together[0]) == wanted]
-        shared = [together for together in same if nbytes(together[0]) < bucket_bytes]
-        alone = [together for together in same if nbytes(together[0]) >= bucket_bytes]
-        assert all(len(together) == 1 for together in alone)
-        assert all(sum(map(nbytes, together)) <= bucket_bytes for together in shared)
+    param_specs = make_param_specs(groups)
+    layout = make_layout(param_specs, world_size, bucket_bytes)
+    buckets = [params_in(layout, bucket) for bucket in layout.buckets]
+    assert all(len({bucket_key(param_spec) for param_spec in members}) == 1 for members in buckets)
+    for key in {bucket_key(param_spec) for param_spec in param_specs}:
+        matching = [members for members in buckets if bucket_key(members[0]) == key]
+        shared = [members for members in matching if nbytes(members[0]) < bucket_bytes]
+        alone = [members for members in matching if nbytes(members[0]) >= bucket_bytes]
+        assert all(len(members) == 1 for members in alone)
+        assert all(sum(map(nbytes, members)) <= bucket_bytes for members in shared)
         for before, after in pairwise(shared):
-            first = max(after, key=lambda one: one.index)
-            assert first.index < min(one.index for one in before)
+            first = max(after, key=lambda param_spec: param_spec.index)
+            assert first.index < min(param_spec.index for param_spec in before)
             assert sum(map(nbytes, before)) + nbytes(first) > bucket_bytes
 
 
-@steadily
+@deterministic_examples
 @given(GROUPS, WORLD_SIZES, BUCKET_BYTES)
 def test_frozen_buckets_come_last(groups: Groups, world_size: int, bucket_bytes: int) -> None:
     layout = make_layout(make_param_specs(groups), world_size, bucket_bytes)
-    trains = [params_in(layout, bucket)[0].trainable for bucket in layout.buckets]
-    assert trains == sorted(trains, reverse=True)
+    trainable = [params_in(layout, bucket)[0].trainable for bucket in layout.buckets]
+    assert trainable == sorted(trainable, reverse=True)
 
 
-@steadily
+@deterministic_examples
 @given(GROUPS, WORLD_SIZES, BUCKET_BYTES)
 def test_groups_are_contiguous(groups: Groups, world_size: int, bucket_bytes: int) -> None:
     """A shard has at most one contiguous range of each group."""
     layout = make_layout(make_param_specs(groups), world_size, bucket_bytes)
     for bucket in layout.buckets:
-        runs = [group for group, _ in groupby(one.group for one in params_in(layout, bucket))]
+        runs = [group for group, _ in groupby(param_spec.group for param_spec in params_in(layout, bucket))]
         assert len(set(runs)) == len(runs)
 
 
-@steadily
+@deterministic_examples
 @given(GROUPS, GROUPS, WORLD_SIZES, BUCKET_BYTES)
 def test_extend_keeps_existing_buckets(first: Groups, second: Groups, world_size: int, bucket_bytes: int) -> None:
-    made = make_param_specs([*first, *second])
-    known = sum(len(group["params"]) for group in first)
-    before = make_layout(made[:known], world_size, bucket_bytes)
-    after = FlatShards(bucket_bytes).extend(before, made[known:])
-    assert after.params == made
+    param_specs = make_param_specs([*first, *second])
+    num_existing = sum(len(group["params"]) for group in first)
+    before = make_layout(param_specs[:num_existing], world_size, bucket_bytes)
+    after = FlatShards(bucket_bytes).extend(before, param_specs[num_existing:])
+    assert after.params == param_specs
     assert after.buckets[: len(before.buckets)] == before.buckets
-    assert {piece.param for bucket in after.buckets[len(before.buckets) :] for piece in bucket.param_shards} == set(
-        range(known, len(made))
-    )
+    assert {
+        param_shard.param for bucket in after.buckets[len(before.buckets) :] for param_shard in bucket.param_shards
+    } == set(range(num_existing, len(param_specs)))
 
 
 # ---- balance
@@ -146,29 +149,31 @@ def large_models() -> Iterator[list[ParamSpec]]:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7, 8, 64, 100, 333, 512, 777, 1000, 1023, 1024])
 def test_memory_imbalance_is_at_most_one_thousandth(world_size: int) -> None:
-    """Up to rounding to whole elements, which matters where ranks own few of them."""
-    for made in large_models():
-        layout = FlatShards().extend(Layout.empty(world_size), made)
+    """Up to rounding to whole elements, which matters if ranks own few of them."""
+    for param_specs in large_models():
+        layout = FlatShards().extend(Layout.empty(world_size), param_specs)
         loads = layout.numel_per_rank(trainable=True)
         trained = [bucket for bucket in layout.buckets if layout.params[bucket.params[0]].trainable]
-        totals = [sum(piece.in_param.length for piece in bucket.param_shards) for bucket in trained]
+        totals = [sum(param_shard.in_param.length for param_shard in bucket.param_shards) for bucket in trained]
         assert sum(totals) == sum(loads) > 960_000
-        finest = sum(math.ceil(total / world_size) for total in totals)
-        assert max(loads) <= max(1.001 * sum(loads) / world_size, finest), f"{len(made)} parameters, {sum(loads)}"
+        largest_equal_shard = sum(math.ceil(total / world_size) for total in totals)
+        assert max(loads) <= max(1.001 * sum(loads) / world_size, largest_equal_shard), (
+            f"{len(param_specs)} parameters, {sum(loads)}"
+        )
 
 
-@steadily
+@deterministic_examples
 @given(st.lists(st.integers(1, 400_000), min_size=8, max_size=30), st.integers(2, 64))
 @example([500_000, 500_000, 1], 64)
 def test_memory_imbalance_for_random_sizes(sizes: list[int], world_size: int) -> None:
-    made = specs([*sizes, max(1, 1_000_001 - sum(sizes))])
-    loads = make_layout(made, world_size).numel_per_rank(trainable=True)
+    param_specs = specs([*sizes, max(1, 1_000_001 - sum(sizes))])
+    loads = make_layout(param_specs, world_size).numel_per_rank(trainable=True)
     assert max(loads) <= 1.001 * sum(loads) / world_size
 
 
 def test_gaps_are_not_counted_as_state() -> None:
-    made = [spec(0, (1000, 1000), stride=(2000, 2)), spec(1, (5,))]
-    loads = make_layout(made, 4).numel_per_rank(trainable=True)
+    param_specs = [spec(0, (1000, 1000), stride=(2000, 2)), spec(1, (5,))]
+    loads = make_layout(param_specs, 4).numel_per_rank(trainable=True)
     assert sum(loads) == pytest.approx(1_000_005, abs=4)
 
 
@@ -179,8 +184,8 @@ def test_gaps_are_not_counted_as_state() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 def test_large_params_are_aligned(dtype: torch.dtype, world_size: int) -> None:
     large = 2048 * ALIGNMENT_BYTES * world_size
-    made = [spec(i, (size,), dtype=dtype) for i, size in enumerate((large + 1, 3, large + 5, large))]
-    (bucket,) = make_layout(made, world_size, bucket_bytes=1 << 40).buckets
+    param_specs = [spec(i, (size,), dtype=dtype) for i, size in enumerate((large + 1, 3, large + 5, large))]
+    (bucket,) = make_layout(param_specs, world_size, bucket_bytes=1 << 40).buckets
     starts = {slot.param: slot.span.start for slot in bucket.slots}
     assert all(starts[index] * dtype.itemsize % ALIGNMENT_BYTES == 0 for index in (0, 2, 3))
     assert all(shard.start * dtype.itemsize % ALIGNMENT_BYTES == 0 for shard in bucket.shards)
@@ -211,14 +216,14 @@ def test_empty_param_has_one_empty_shard() -> None:
     for sizes in ([0], [0, 0], [4, 0], [0, 4], [5, 0, 3]):
         layout = make_layout(specs(sizes), 3)
         for index, size in enumerate(sizes):
-            pieces = layout.param_shards(index)
-            assert sum(piece.in_param.length for piece in pieces) == size
-            assert size or len(pieces) == 1
+            param_shards = layout.param_shards(index)
+            assert sum(param_shard.in_param.length for param_shard in param_shards) == size
+            assert size or len(param_shards) == 1
 
 
 def test_devices_get_separate_buckets() -> None:
-    made = [spec(0, device="cuda:0"), spec(1, device="cpu"), spec(2, device="cuda:0"), spec(3, device="cuda:1")]
-    found = {str(bucket.device): bucket.params for bucket in make_layout(made, 1).buckets}
+    param_specs = [spec(0, device="cuda:0"), spec(1, device="cpu"), spec(2, device="cuda:0"), spec(3, device="cuda:1")]
+    found = {str(bucket.device): bucket.params for bucket in make_layout(param_specs, 1).buckets}
     assert found == {"cuda:0": [2, 0], "cpu": [1], "cuda:1": [3]}
 
 
@@ -228,23 +233,23 @@ def test_last_param_comes_first() -> None:
     assert [bucket.params for bucket in layout.buckets] == [[5, 4], [3, 2], [1, 0]]
 
 
-@pytest.mark.parametrize("bad", [0, -1, 2.5, "8", 1e9, True])
-def test_invalid_bucket_bytes(bad: Any) -> None:
-    with pytest.raises(ConfigError, match=r"bucket_bytes=.*a number of bytes"):
-        FlatShards(bad)
+@pytest.mark.parametrize("value", [0, -1, 2.5, "8", 1e9, True])
+def test_invalid_bucket_bytes(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"bucket_bytes=.*positive number of bytes"):
+        FlatShards(value)
 
 
 def test_config_takes_an_instance_not_a_class() -> None:
     assert ZeroConfig(partition=FlatShards(5)).partition == FlatShards(bucket_bytes=5)
-    wrong: list[Any] = [FlatShards, "flat", 3]
-    for given_instead in wrong:
+    invalid: list[Any] = [FlatShards, "flat", 3]
+    for value in invalid:
         with pytest.raises(ConfigError, match="partition"):
-            ZeroConfig(partition=given_instead)
+            ZeroConfig(partition=value)
 
 
 def test_different_layouts_have_different_digests() -> None:
     usual = specs([16, 8, 5, 40])
-    made = {
+    layouts = {
         "usual": make_layout(usual, 2, 100),
         "other buckets": make_layout(usual, 2, 1000),
         "other ranks": make_layout(usual, 3, 100),
@@ -258,7 +263,34 @@ def test_different_layouts_have_different_digests() -> None:
         "one more": make_layout(specs([16, 8, 5, 40, 1]), 2, 100),
         "extended": FlatShards(100).extend(make_layout(usual[:2], 2, 100), usual[2:]),
     }
-    assert len({layout.digest for layout in made.values()}) == len(made)
-    assert make_layout(specs([16, 8, 5, 40]), 2, 100).digest == made["usual"].digest
+    assert len({layout.digest for layout in layouts.values()}) == len(layouts)
+    assert make_layout(specs([16, 8, 5, 40]), 2, 100).digest == layouts["usual"].digest
     other_number = make_layout([spec(i, (n,), device="cuda:1") for i, n in enumerate([16, 8, 5, 40])], 2, 100)
-    assert other_number.digest == made["on another device"].digest
+    assert other_number.digest == layouts["on another device"].digest
+
+
+@pytest.mark.parametrize(
+    ("device", "model_mib", "world_size", "expected_mib"),
+    [
+        ("cpu", 1, 2, 8),
+        ("cpu", 160, 2, 10),
+        ("cpu", 160, 64, 16),  # 256 KiB for each rank
+        ("cpu", 10_000, 2, 25),
+        ("cpu", 1, 1024, 25),
+        ("cpu", 1, 1, 200),
+        ("cuda", 1, 8, 25),
+        ("cuda", 800, 8, 50),
+        ("cuda", 10_000, 8, 128),
+        ("cuda", 1, 1024, 128),
+    ],
+)
+def test_bucket_size_depends_on_model_and_ranks(
+    device: str, model_mib: int, world_size: int, expected_mib: int
+) -> None:
+    assert default_bucket_bytes(torch.device(device), model_mib * MIB, world_size) == expected_mib * MIB
+
+
+def test_default_buckets_of_a_layout() -> None:
+    param_specs = [replace(each, device=torch.device("cuda")) for each in specs([MIB] * 160)]  # 640 MiB
+    layout = FlatShards().extend(Layout.empty(4), param_specs)
+    assert [len(bucket.slots) for bucket in layout.buckets] == [10] * 16  # 40 MiB each

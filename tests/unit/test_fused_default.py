@@ -29,11 +29,13 @@ def make_factory(
     return OptimizerFactory(factory, [{"params": params, **(group or {})}], group is None, defaults or {})
 
 
-def enables_fused(given: OptimizerFactory) -> bool:
+def enables_fused(factory: OptimizerFactory) -> bool:
     """Whether `fused=True` is added; nothing else may change."""
-    made = enable_fused(given)
-    assert made is given or (made.defaults == {**given.defaults, "fused": True} and made.groups == given.groups)
-    return made is not given
+    result = enable_fused(factory)
+    assert result is factory or (
+        result.defaults == {**factory.defaults, "fused": True} and result.groups == factory.groups
+    )
+    return result is not factory
 
 
 @pytest.mark.parametrize("cls", [optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad])

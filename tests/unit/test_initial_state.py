@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,30 +14,24 @@ from zeroshard.engine.probe import is_init_neutral, probe_initial_state
 
 SHAPES: list[tuple[int, ...]] = [(4, 3), (5, 2)]
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make_params(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    draw = torch.Generator().manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(shape, generator=draw).to(dtype)) for shape in SHAPES]
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
 
 
-def make_factory(kind: type[Optimizer], given: list[Tensor], **options: Any) -> OptimizerFactory:
-    return OptimizerFactory(kind, [{"params": given}], True, options)
+def make_factory(kind: type[Optimizer], params: list[Tensor], **options: Any) -> OptimizerFactory:
+    return OptimizerFactory(kind, [{"params": params}], True, options)
 
 
-def train(optimizer: Optimizer, given: list[Tensor], *, steps: int = 6, late: int = 0) -> None:
+def train(optimizer: Optimizer, params: list[Tensor], *, steps: int = 6, late: int = 0) -> None:
     """Train; the second parameter has no gradient in the first `late` steps."""
     for step in range(steps):
-        for number, param in enumerate(given):
-            draw = torch.Generator().manual_seed(100 * step + number)
-            grad = torch.randn(param.shape, generator=draw).to(param)
+        for number, param in enumerate(params):
+            generator = torch.Generator().manual_seed(100 * step + number)
+            grad = torch.randn(param.shape, generator=generator).to(param)
             param.grad = None if number and step < late else grad
         optimizer.step()
 
@@ -91,12 +84,14 @@ def test_early_state_does_not_change_results(
     rounds_differently = options.get("foreach") and dtype == torch.bfloat16
     for late in (0,) if rounds_differently else (0, 2):
         lazy, early = make_params(dtype=dtype), make_params(dtype=dtype)
-        made = make_factory(kind, early, **options)
-        runs = kind(lazy, **options), kind(early, **options)
-        if is_init_neutral(made):
-            runs[1].state.update(zip(early, probe_initial_state(made, runs[1].param_groups[0], early), strict=True))
-        train(runs[0], lazy, late=late)
-        train(runs[1], early, late=late)
+        factory = make_factory(kind, early, **options)
+        optimizers = kind(lazy, **options), kind(early, **options)
+        if is_init_neutral(factory):
+            optimizers[1].state.update(
+                zip(early, probe_initial_state(factory, optimizers[1].param_groups[0], early), strict=True)
+            )
+        train(optimizers[0], lazy, late=late)
+        train(optimizers[1], early, late=late)
         assert all(map(torch.equal, lazy, early))
 
 
@@ -111,15 +106,15 @@ def test_common_optimizers_are_accepted(kind: type[Optimizer], options: dict[str
 
 
 def test_probing_has_no_side_effects() -> None:
-    given = make_params()
-    before = [param.detach().clone() for param in given]
-    numbers = torch.get_rng_state()
-    made = make_factory(optim.AdamW, given)
-    assert is_init_neutral(made)
-    state = probe_initial_state(made, {"params": given}, given)
-    assert all(map(torch.equal, given, before))
-    assert all(param.grad is None for param in given)
-    assert torch.equal(torch.get_rng_state(), numbers)
-    assert [set(it) for it in state] == [{"step", "exp_avg", "exp_avg_sq"}] * 2
-    assert all(not value.any() for it in state for value in it.values())
-    assert [it["exp_avg"].shape for it in state] == SHAPES
+    params = make_params()
+    before = [param.detach().clone() for param in params]
+    rng_state = torch.get_rng_state()
+    factory = make_factory(optim.AdamW, params)
+    assert is_init_neutral(factory)
+    states = probe_initial_state(factory, {"params": params}, params)
+    assert all(map(torch.equal, params, before))
+    assert all(param.grad is None for param in params)
+    assert torch.equal(torch.get_rng_state(), rng_state)
+    assert [set(param_state) for param_state in states] == [{"step", "exp_avg", "exp_avg_sq"}] * 2
+    assert all(not value.any() for param_state in states for value in param_state.values())
+    assert [param_state["exp_avg"].shape for param_state in states] == SHAPES

@@ -36,20 +36,20 @@ def make_layout(device: str = "cpu") -> Layout:
                | p0 p0 p0 p0 | p1 p1 p1 || p1 p1 p1 | p2 . . p2 |
     bucket 1   | p4 p4 p4 | p3               |
     """
-    where = torch.device(device)
-    params = tuple(replace(one, device=where) for one in PARAMS)
-    sharded = Bucket(0, torch.float32, where, 14, EqualShards(7, 2, 14), SLOTS)
+    torch_device = torch.device(device)
+    params = tuple(replace(param_spec, device=torch_device) for param_spec in PARAMS)
+    sharded = Bucket(0, torch.float32, torch_device, 14, EqualShards(7, 2, 14), SLOTS)
     slots = (BucketSlot(4, Span(0, 3)), BucketSlot(3, Span(3, 3)))
-    whole = Bucket(1, torch.float64, where, 4, whole_param_shards((0, 0, 3), (1, 3, 4)), slots)
+    whole = Bucket(1, torch.float64, torch_device, 4, whole_param_shards((0, 0, 3), (1, 3, 4)), slots)
     return Layout(2, params, (sharded, whole))
 
 
-def with_bucket(number: int, **changes: Any) -> Callable[[], Layout]:
+def with_bucket(index: int, **changes: Any) -> Callable[[], Layout]:
     def make() -> Layout:
-        good = make_layout()
-        buckets = list(good.buckets)
-        buckets[number] = replace(buckets[number], **changes)
-        return replace(good, buckets=tuple(buckets))
+        layout = make_layout()
+        buckets = list(layout.buckets)
+        buckets[index] = replace(buckets[index], **changes)
+        return replace(layout, buckets=tuple(buckets))
 
     return make
 
@@ -126,11 +126,11 @@ def test_inconsistent_layout_is_rejected(make: Callable[[], Layout], message: st
 
 
 def test_owners_and_buckets_of_params() -> None:
-    made = make_layout()
-    assert made.params_owned_by(Rank(0)) == (0, 1, 4)
-    assert made.params_owned_by(Rank(1)) == (1, 2, 3)
-    assert [made.owner_of(param) for param in (0, 2, 3, 4)] == [0, 1, 1, 0]
-    assert [made.bucket_of(param) for param in range(5)] == [0, 0, 0, 1, 1]
+    layout = make_layout()
+    assert layout.params_owned_by(Rank(0)) == (0, 1, 4)
+    assert layout.params_owned_by(Rank(1)) == (1, 2, 3)
+    assert [layout.owner_of(param) for param in (0, 2, 3, 4)] == [0, 1, 1, 0]
+    assert [layout.bucket_of(param) for param in range(5)] == [0, 0, 0, 1, 1]
 
 
 def test_sharded_param_has_no_single_owner() -> None:
@@ -144,8 +144,11 @@ def test_numel_per_rank_ignores_gaps() -> None:
 
 
 def test_param_shards_are_in_element_order() -> None:
-    pieces = make_layout().param_shards(1)
-    assert [(it.in_param, it.in_bucket, it.owner) for it in pieces] == [((0, 3), (4, 7), 0), ((3, 6), (7, 10), 1)]
+    param_shards = make_layout().param_shards(1)
+    assert [(param_shard.in_param, param_shard.in_bucket, param_shard.owner) for param_shard in param_shards] == [
+        ((0, 3), (4, 7), 0),
+        ((3, 6), (7, 10), 1),
+    ]
     assert [len(make_layout().param_shards(index)) for index in range(5)] == [1, 2, 1, 1, 1]
 
 
@@ -159,19 +162,21 @@ def test_param_shard_queries_agree(sizes: list[int], ranks: int, padding: int) -
     slots = tuple(BucketSlot(i, Span(end - size, end)) for i, (end, size) in enumerate(zip(ends, sizes, strict=True)))
     length = -(-ends[-1] // ranks) + padding
     bucket = Bucket(0, torch.float32, CPU, length * ranks, EqualShards(length, ranks, length * ranks), slots)
-    made = Layout(ranks, tuple(spec(i, (size,)) for i, size in enumerate(sizes)), (bucket,))
+    layout = Layout(ranks, tuple(spec(i, (size,)) for i, size in enumerate(sizes)), (bucket,))
     all_shards = list(bucket.param_shards)
-    assert sorted(piece for rank in range(ranks) for piece in bucket.param_shards_of_rank(Rank(rank))) == sorted(
-        all_shards
-    )
-    assert [piece for index in range(len(sizes)) for piece in made.param_shards(index)] == all_shards
-    found = [made.param_shard(index, Rank(rank)) for index in range(len(sizes)) for rank in range(ranks)]
-    assert [piece for piece in found if piece is not None] == all_shards
+    assert sorted(
+        param_shard for rank in range(ranks) for param_shard in bucket.param_shards_of_rank(Rank(rank))
+    ) == sorted(all_shards)
+    assert [param_shard for index in range(len(sizes)) for param_shard in layout.param_shards(index)] == all_shards
+    found = [layout.param_shard(index, Rank(rank)) for index in range(len(sizes)) for rank in range(ranks)]
+    assert [param_shard for param_shard in found if param_shard is not None] == all_shards
     for index, size in enumerate(sizes):
-        pieces = made.param_shards(index)
-        assert [it for piece in pieces for it in range(*piece.in_param)] == list(range(size))
-        assert size == 0 or all(piece.in_param.length for piece in pieces)
-        assert size > 0 or len(pieces) == 1
+        param_shards = layout.param_shards(index)
+        assert [element for param_shard in param_shards for element in range(*param_shard.in_param)] == list(
+            range(size)
+        )
+        assert size == 0 or all(param_shard.in_param.length for param_shard in param_shards)
+        assert size > 0 or len(param_shards) == 1
 
 
 def test_empty_layout() -> None:
@@ -191,7 +196,7 @@ def test_empty_layout() -> None:
 def test_owner_at_matches_shards(shards: Shards) -> None:
     spans = list(shards)
     assert len(shards) == len(spans) == 4
-    assert [spans[shards.owner_at(place)].contains(Span(place, place + 1)) for place in range(12)] == [True] * 12
+    assert [spans[shards.owner_at(offset)].contains(Span(offset, offset + 1)) for offset in range(12)] == [True] * 12
     assert [start for start, _ in spans[1:]] == [stop for _, stop in spans[:-1]]
     assert shards[1:3] == spans[1:3]
     with pytest.raises(IndexError):
@@ -237,18 +242,18 @@ def make_with_order(first: int, second: int) -> Layout:
 
 
 def make_with_dtype(dtype: torch.dtype) -> Layout:
-    params = tuple(replace(one, dtype=dtype) for one in PARAMS)
+    params = tuple(replace(param_spec, dtype=dtype) for param_spec in PARAMS)
     return Layout(2, params, tuple(replace(bucket, dtype=dtype) for bucket in make_layout().buckets))
 
 
-def make_with_shard_length(at: int) -> Layout:
+def make_with_shard_length(length: int) -> Layout:
     """One parameter, sharded at this length."""
-    shards = EqualShards(at, 4, 12)
+    shards = EqualShards(length, 4, 12)
     return Layout(4, (spec(0, (8,)),), (Bucket(0, torch.float32, CPU, 12, shards, (BucketSlot(0, Span(0, 8)),)),))
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("layout", "other"),
     [
         (make_with_owners(0, 1), make_with_owners(0, 2)),
         (make_with_offset(10), make_with_offset(12)),
@@ -260,12 +265,12 @@ def make_with_shard_length(at: int) -> Layout:
     ],
     ids=["owner", "offset", "order", "dtype", "shard length", "bucket length", "world size"],
 )
-def test_different_layouts_have_different_digests(one: Layout, other: Layout) -> None:
-    assert one.digest != other.digest
-    assert one.digest == replace(one).digest
+def test_different_layouts_have_different_digests(layout: Layout, other: Layout) -> None:
+    assert layout.digest != other.digest
+    assert layout.digest == replace(layout).digest
 
 
 def test_digest_ignores_names() -> None:
     """Names are compared one by one elsewhere; the digest covers positions only."""
-    named = tuple(replace(one, name=f"layer.{one.index}") for one in PARAMS)
+    named = tuple(replace(param_spec, name=f"layer.{param_spec.index}") for param_spec in PARAMS)
     assert with_params(*named)().digest == make_layout().digest

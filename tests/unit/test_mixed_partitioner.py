@@ -43,9 +43,9 @@ def params(draw: st.DrawFn, first: int = 0) -> list[ParamSpec]:
     ]
 
 
-def superlinear_cost(one: ParamSpec) -> float:
+def superlinear_cost(param_spec: ParamSpec) -> float:
     """Cost that grows faster than numel, like matrix products."""
-    return 1.0 + one.numel * math.sqrt(one.numel)
+    return 1.0 + param_spec.numel * math.sqrt(param_spec.numel)
 
 
 def make_partitioner(bucket_bytes: int | None = None) -> MixedPartitioner:
@@ -62,16 +62,16 @@ def test_each_element_has_one_owner_and_whole_params_are_not_split(
     specs: list[ParamSpec], ranks: int, size: int | None
 ) -> None:
     layout = make_layout(specs, ranks, size)
-    spans: dict[int, list[tuple[int, int]]] = {one.index: [] for one in specs}
+    spans: dict[int, list[tuple[int, int]]] = {param_spec.index: [] for param_spec in specs}
     for bucket in layout.buckets:
-        for piece in bucket.param_shards:
-            spans[piece.param].append((piece.in_param.start, piece.in_param.stop))
-            assert bucket.shards[piece.owner].contains(piece.in_bucket)
-    for one in specs:
-        ends = sorted(spans[one.index])
-        assert sum(stop - start for start, stop in ends) == one.storage_numel
-        assert all(a[1] == b[0] for a, b in pairwise(ends))
-        assert one.group in FLAT_GROUPS or len(ends) == 1, "whole"
+        for param_shard in bucket.param_shards:
+            spans[param_shard.param].append((param_shard.in_param.start, param_shard.in_param.stop))
+            assert bucket.shards[param_shard.owner].contains(param_shard.in_bucket)
+    for param_spec in specs:
+        ranges = sorted(spans[param_spec.index])
+        assert sum(stop - start for start, stop in ranges) == param_spec.storage_numel
+        assert all(a[1] == b[0] for a, b in pairwise(ranges))
+        assert param_spec.group in FLAT_GROUPS or len(ranges) == 1, "a whole parameter was split"
 
 
 @deterministic_examples
@@ -79,10 +79,18 @@ def test_each_element_has_one_owner_and_whole_params_are_not_split(
 def test_whole_params_are_aligned_in_homogeneous_buckets(specs: list[ParamSpec], ranks: int, size: int | None) -> None:
     for bucket in make_layout(specs, ranks, size).buckets:
         members = [specs[index] for index in bucket.params]
-        assert len({(one.group in WHOLE_GROUPS, one.trainable, one.dtype, one.device) for one in members}) == 1
+        assert (
+            len(
+                {
+                    (param_spec.group in WHOLE_GROUPS, param_spec.trainable, param_spec.dtype, param_spec.device)
+                    for param_spec in members
+                }
+            )
+            == 1
+        )
         assert bucket.has_whole_params == (members[0].group in WHOLE_GROUPS)
-        for room in bucket.slots if bucket.has_whole_params else ():
-            assert room.span.start * bucket.dtype.itemsize % ALIGNMENT_BYTES == 0
+        for slot in bucket.slots if bucket.has_whole_params else ():
+            assert slot.span.start * bucket.dtype.itemsize % ALIGNMENT_BYTES == 0
 
 
 @deterministic_examples
@@ -92,55 +100,71 @@ def test_buckets_are_filled_in_backward_order(specs: list[ParamSpec], ranks: int
     buckets = [sorted(bucket.params, reverse=True) for bucket in make_layout(specs, ranks, size).buckets]
     trained = [specs[members[0]].trainable for members in buckets]
     assert trained == sorted(trained, reverse=True)
-    kinds = {(one.group in WHOLE_GROUPS, one.trainable, one.dtype): one for one in specs}
-    for kind in kinds:
-        alike = [it for it in buckets if kind == bucket_key(specs[it[0]])]
-        small = [it for it in alike if nbytes(specs[it[0]]) < size]
-        assert all(len(it) == 1 for it in alike if it not in small), "a large one is alone"
-        expected = [one.index for one in reversed(specs) if bucket_key(one) == kind and nbytes(one) < size]
+    keys = {
+        (param_spec.group in WHOLE_GROUPS, param_spec.trainable, param_spec.dtype): param_spec for param_spec in specs
+    }
+    for key in keys:
+        matching = [members for members in buckets if key == bucket_key(specs[members[0]])]
+        small = [members for members in matching if nbytes(specs[members[0]]) < size]
+        assert all(len(members) == 1 for members in matching if members not in small), (
+            "a large parameter has a bucket of its own"
+        )
+        expected = [
+            param_spec.index
+            for param_spec in reversed(specs)
+            if bucket_key(param_spec) == key and nbytes(param_spec) < size
+        ]
         assert list(chain.from_iterable(small)) == expected
         for full, following in pairwise(small):
-            held = sum(nbytes(specs[index]) for index in full)
-            assert held <= size < held + nbytes(specs[following[0]]), "the next would not have fitted"
+            filled_bytes = sum(nbytes(specs[index]) for index in full)
+            assert filled_bytes <= size < filled_bytes + nbytes(specs[following[0]]), "the next parameter does not fit"
 
 
-def bucket_key(one: ParamSpec) -> tuple[bool, bool, torch.dtype]:
-    return one.group in WHOLE_GROUPS, one.trainable, one.dtype
+def bucket_key(param_spec: ParamSpec) -> tuple[bool, bool, torch.dtype]:
+    return param_spec.group in WHOLE_GROUPS, param_spec.trainable, param_spec.dtype
 
 
-def nbytes(one: ParamSpec) -> int:
-    return one.storage_numel * one.dtype.itemsize
+def nbytes(param_spec: ParamSpec) -> int:
+    return param_spec.storage_numel * param_spec.dtype.itemsize
 
 
 @deterministic_examples
 @given(params(), st.integers(0, 12), WORLD_SIZES, BUCKET_SIZES)
 def test_extending_keeps_owners_and_continues_balancing(
-    specs: list[ParamSpec], known: int, ranks: int, size: int | None
+    specs: list[ParamSpec], num_existing: int, ranks: int, size: int | None
 ) -> None:
-    before = make_layout(specs[:known], ranks, size)
-    after = make_partitioner(size).extend(before, specs[known:])
+    before = make_layout(specs[:num_existing], ranks, size)
+    after = make_partitioner(size).extend(before, specs[num_existing:])
     assert after.params == tuple(specs)
     assert after.buckets[: len(before.buckets)] == before.buckets
     loads = [0.0] * ranks
-    for one in specs:
-        if one.group in WHOLE_GROUPS and one.trainable:
-            loads[after.owner_of(one.index)] += superlinear_cost(one)
-    dearest = max((superlinear_cost(one) for one in specs if one.group in WHOLE_GROUPS and one.trainable), default=0)
-    assert max(loads) - min(loads) <= dearest + 1e-9
+    for param_spec in specs:
+        if param_spec.group in WHOLE_GROUPS and param_spec.trainable:
+            loads[after.owner_of(param_spec.index)] += superlinear_cost(param_spec)
+    highest_cost = max(
+        (
+            superlinear_cost(param_spec)
+            for param_spec in specs
+            if param_spec.group in WHOLE_GROUPS and param_spec.trainable
+        ),
+        default=0,
+    )
+    assert max(loads) - min(loads) <= highest_cost + 1e-9
 
 
 def optimal_max_load(costs: tuple[int, ...], ranks: int) -> int:
     """Return the smallest possible maximum load, by exhaustive search."""
 
     @cache
-    def least(loads: tuple[int, ...], left: tuple[int, ...]) -> int:
-        if not left:
+    def min_max_load(loads: tuple[int, ...], remaining: tuple[int, ...]) -> int:
+        if not remaining:
             return max(loads)
         return min(
-            least(tuple(sorted([*loads[:i], loads[i] + left[0], *loads[i + 1 :]])), left[1:]) for i in range(ranks)
+            min_max_load(tuple(sorted([*loads[:i], loads[i] + remaining[0], *loads[i + 1 :]])), remaining[1:])
+            for i in range(ranks)
         )
 
-    return least((0,) * ranks, costs)
+    return min_max_load((0,) * ranks, costs)
 
 
 @deterministic_examples
@@ -148,7 +172,7 @@ def optimal_max_load(costs: tuple[int, ...], ranks: int) -> int:
 def test_largest_first_assignment_is_close_to_optimal(costs: list[int], ranks: int) -> None:
     """Graham's bound: at most (4/3 - 1/3N) times the optimum."""
     specs = [spec(index, (1,)) for index in range(len(costs))]
-    owners = assign_owners(Layout.empty(ranks), specs, lambda one: costs[one.index])
+    owners = assign_owners(Layout.empty(ranks), specs, lambda param_spec: costs[param_spec.index])
     loads = [sum(costs[index] for index, owner in owners.items() if owner == rank) for rank in range(ranks)]
     assert max(loads) <= (4 / 3 - 1 / (3 * ranks)) * optimal_max_load(tuple(costs), ranks) + 1e-9
 
@@ -157,21 +181,21 @@ def test_transformer_matrices_are_balanced() -> None:
     """The highest cost of a rank is at most 1 % above the mean."""
     shapes = [(768, 2304), (768, 768), (768, 3072), (3072, 768)] * 12
     layout = make_layout([spec(index, shape) for index, shape in enumerate(shapes)], 4)
-    held = [Counter(layout.params[i].shape for i in layout.params_owned_by(Rank(rank))) for rank in range(4)]
+    shapes_per_rank = [Counter(layout.params[i].shape for i in layout.params_owned_by(Rank(rank))) for rank in range(4)]
     loads = [sum(superlinear_cost(layout.params[i]) for i in layout.params_owned_by(Rank(rank))) for rank in range(4)]
     assert max(loads) <= 1.01 * sum(loads) / 4
-    assert sum(held, Counter()) == Counter(shapes)
+    assert sum(shapes_per_rank, Counter()) == Counter(shapes)
 
 
 def test_owners_depend_on_cost_not_numel() -> None:
     specs = [spec(0, (2, 2)), spec(1, (50,)), spec(2, (50,))]
-    owners = assign_owners(Layout.empty(2), specs, lambda one: 10 if one.index == 0 else 1)
+    owners = assign_owners(Layout.empty(2), specs, lambda param_spec: 10 if param_spec.index == 0 else 1)
     assert owners == {0: 0, 1: 1, 2: 1}
 
 
 @pytest.mark.parametrize("cost", [float("nan"), float("inf"), -1])
 def test_invalid_cost_is_rejected(cost: float) -> None:
-    with pytest.raises(ConfigError, match=r"the cost of parameter 0 \(w\) is .*: it must be a number of 0 or more"):
+    with pytest.raises(ConfigError, match=rf"the cost of parameter 0 \(w\) to be a non-negative number, got {cost}"):
         MixedPartitioner({0: lambda _: cost}).extend(Layout.empty(2), [spec(0, name="w")])
 
 

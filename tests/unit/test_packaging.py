@@ -29,18 +29,18 @@ DATA_FILES = {"zeroshard/py.typed", "zeroshard/planner/page.html"}
 """Files of the package that are not Python."""
 
 
-def run_python(*words: str | Path, cwd: Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run_python(*arguments: str | Path, cwd: Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run this interpreter in `cwd`, with `path` first on its module search path."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [path, *sys.path[1:]] if path else sys.path[1:]))}
-    return subprocess.run([sys.executable, *words], cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a fresh wheel and sdist, as built by `make wheel`."""
     folder = tmp_path_factory.mktemp("dist")
-    done = run_python("-m", "hatchling", "build", "-d", folder, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    result = run_python("-m", "hatchling", "build", "-d", folder, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
     return folder
 
 
@@ -51,10 +51,10 @@ def wheel(dist: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def facts(wheel: Path) -> Message:
+def wheel_metadata(wheel: Path) -> Message:
     """The metadata of the wheel."""
     with zipfile.ZipFile(wheel) as archive:
-        (name,) = (it for it in archive.namelist() if it.endswith(".dist-info/METADATA"))
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         return email.message_from_bytes(archive.read(name))
 
 
@@ -62,32 +62,36 @@ def facts(wheel: Path) -> Message:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with only the wheel installed."""
     folder = tmp_path_factory.mktemp("installed")
-    words = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--disable-pip-version-check"]
-    done = run_python(*words, "--target", folder, wheel, cwd=folder)
-    assert done.returncode == 0, done.stderr
+    arguments = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--disable-pip-version-check"]
+    result = run_python(*arguments, "--target", folder, wheel, cwd=folder)
+    assert result.returncode == 0, result.stderr
     return folder
 
 
 @pytest.fixture(scope="module")
 def torch_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with only torch and its dependencies."""
-    folder, left, found = tmp_path_factory.mktemp("torch"), ["torch"], set[str]()
-    while left:
-        name = left.pop()
-        if name not in found:
-            found.add(name)
-            needed = (Requirement(it) for it in metadata.requires(name) or ())
-            left += [it.name for it in needed if it.marker is None or it.marker.evaluate({"extra": ""})]
-    tops = {file.parts[0] for name in found for file in metadata.files(name) or () if ".." not in file.parts}
-    for top in tops:
-        (folder / top).symlink_to(Path(torch.__file__).parents[1] / top)
+    folder, pending, names = tmp_path_factory.mktemp("torch"), ["torch"], set[str]()
+    while pending:
+        name = pending.pop()
+        if name not in names:
+            names.add(name)
+            requirements = (Requirement(line) for line in metadata.requires(name) or ())
+            pending += [
+                requirement.name
+                for requirement in requirements
+                if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            ]
+    top_level = {file.parts[0] for name in names for file in metadata.files(name) or () if ".." not in file.parts}
+    for entry in top_level:
+        (folder / entry).symlink_to(Path(torch.__file__).parents[1] / entry)
     return folder
 
 
 def test_runs_with_only_torch_installed(installed: Path, torch_alone: Path, tmp_path: Path) -> None:
     code = """if True:
         import torch, torch.distributed as dist, zeroshard
-        from zeroshard import checkpoint, ddp_hooks
+        from zeroshard import ddp_hooks
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         model = torch.nn.Linear(2, 1)
         optimizer = zeroshard.shard(model, torch.optim.AdamW)
@@ -97,19 +101,24 @@ def test_runs_with_only_torch_installed(installed: Path, torch_alone: Path, tmp_
         plan = zeroshard.planner.plan(model, torch.optim.AdamW, ranks=[2])
         print(plan.estimate_for("zeroshard 2", 2).memory.state > 0)
         dist.destroy_process_group()
+        try:
+            from zeroshard import checkpoint
+        except ImportError as error:
+            print(error)
     """
     path = os.pathsep.join(map(str, (installed, torch_alone)))
-    words = [sys.executable, "-S", "-W", "ignore", "-c", code]
+    command = [sys.executable, "-S", "-W", "ignore", "-c", code]
     env = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines()[-1:] == ["True"], done.stderr
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    missing = "zeroshard.checkpoint needs numpy, which torch.distributed.checkpoint uses. Install it: pip install numpy"
+    assert result.stdout.splitlines()[-2:] == ["True", missing], result.stderr
 
 
 def test_wheel_contains_only_the_package(wheel: Path) -> None:
     names = list_archive(wheel)
     folder = f"zeroshard-{zeroshard.__version__}.dist-info"
     assert {name.partition("/")[0] for name in names} == {"zeroshard", folder}
-    sources = {it.relative_to(ROOT / "src").as_posix() for it in (ROOT / "src").rglob("*.py")}
+    sources = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src").rglob("*.py")}
     assert {name for name in names if name.startswith("zeroshard/")} == sources | DATA_FILES
     assert f"{folder}/licenses/LICENSE" in names
 
@@ -129,14 +138,14 @@ def sdist(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_install_in_empty_venv(wheel: Path, sdist: Path, torch_alone: Path, tmp_path: Path, source: str) -> None:
     """Only torch is available. The sdist is built into a wheel first, as pip does."""
     if source == "sdist":
-        done = run_python("-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path, cwd=sdist)
-        assert done.returncode == 0, done.stderr
-        (made,) = tmp_path.glob("*.whl")
-        assert list_archive(made) == list_archive(wheel)
-        wheel = made
+        result = run_python("-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path, cwd=sdist)
+        assert result.returncode == 0, result.stderr
+        (built,) = tmp_path.glob("*.whl")
+        assert list_archive(built) == list_archive(wheel)
+        wheel = built
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"
-    words = [
+    command = [
         str(python),
         "-m",
         "pip",
@@ -150,16 +159,16 @@ def test_install_in_empty_venv(wheel: Path, sdist: Path, torch_alone: Path, tmp_
     (site,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
     (site / "torch_alone.pth").write_text(f"{torch_alone}\n")
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    subprocess.run(words, cwd=tmp_path, env=env, check=True)
-    said = {
-        word: subprocess.run(
-            [python.with_name("zeroshard"), word], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    subprocess.run(command, cwd=tmp_path, env=env, check=True)
+    results = {
+        option: subprocess.run(
+            [python.with_name("zeroshard"), option], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
         )
-        for word in ("--version", "--help")
+        for option in ("--version", "--help")
     }
-    assert said["--version"].stdout.split()[1] == zeroshard.__version__
-    assert said["--help"].returncode == 1
-    assert "pip install 'zeroshard[cli]'" in said["--help"].stderr
+    assert results["--version"].stdout.split()[1] == zeroshard.__version__
+    assert results["--help"].returncode == 1
+    assert "pip install 'zeroshard[cli]'" in results["--help"].stderr
 
 
 def list_archive(wheel: Path) -> set[str]:
@@ -168,27 +177,37 @@ def list_archive(wheel: Path) -> set[str]:
 
 
 def test_sdist_contains_everything_to_build_and_test(sdist: Path) -> None:
-    names = {it.relative_to(sdist).as_posix() for it in sdist.rglob("*")}
-    wanted = {"pyproject.toml", "LICENSE", "README.md", "Makefile", "mkdocs.yml", "src/zeroshard/py.typed"}
-    wanted |= {"docs/index.md", "docs/hooks.py", "examples/demo.py", "benchmarks/peers.py", "tests/conftest.py"}
-    assert wanted <= names
-    tops = {name.partition("/")[0] for name in names}
-    assert not {it for it in tops if it.startswith(".venv")} | (tops & {"site", "dist", "checkpoints"})
+    names = {path.relative_to(sdist).as_posix() for path in sdist.rglob("*")}
+    required = {"pyproject.toml", "LICENSE", "README.md", "Makefile", "mkdocs.yml", "src/zeroshard/py.typed"}
+    required |= {"docs/index.md", "docs/hooks.py", "examples/demo.py", "benchmarks/peers.py", "tests/conftest.py"}
+    assert required <= names
+    top_level = {name.partition("/")[0] for name in names}
+    assert not {name for name in top_level if name.startswith(".venv")} | (top_level & {"site", "dist", "checkpoints"})
 
 
-def test_requires_only_torch_and_declares_extras(facts: Message) -> None:
-    needs = facts.get_all("Requires-Dist") or []
-    assert [need for need in needs if "extra ==" not in need] == ["torch>=2.11"]
-    assert {"bench", "checkpoint", "cli", "dev", "docs", "fuzz", "optimizers", "plot"} <= set(
-        facts.get_all("Provides-Extra") or []
+def test_requires_only_torch_and_declares_extras(wheel_metadata: Message) -> None:
+    requirements = wheel_metadata.get_all("Requires-Dist") or []
+    assert [requirement for requirement in requirements if "extra ==" not in requirement] == ["torch>=2.11"]
+    assert {"all", "bench", "checkpoint", "cli", "dev", "docs", "fuzz", "optimizers", "plot"} <= set(
+        wheel_metadata.get_all("Provides-Extra") or []
     )
 
 
-def test_wheel_metadata(facts: Message) -> None:
-    assert (facts["Name"], facts["Version"]) == ("zeroshard", zeroshard.__version__)
-    assert facts["License-Expression"] == "BSD-3-Clause"
-    assert facts["Requires-Python"] == ">=3.10"
-    assert str(facts.get_payload()).startswith("# zeroshard\n")
+def test_workflows_run_targets_of_the_makefile() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    workflows = [file.read_text(encoding="utf-8") for file in (ROOT / ".github" / "workflows").glob("*.yml")]
+    assert (
+        {"test", "test-all", "docs", "wheel"}
+        <= {target for text in workflows for target in re.findall(r"run: make ([\w-]+)", text)}
+        <= targets
+    )
+
+
+def test_wheel_metadata(wheel_metadata: Message) -> None:
+    assert (wheel_metadata["Name"], wheel_metadata["Version"]) == ("zeroshard", zeroshard.__version__)
+    assert wheel_metadata["License-Expression"] == "BSD-3-Clause"
+    assert wheel_metadata["Requires-Python"] == ">=3.10"
+    assert str(wheel_metadata.get_payload()).startswith("# zeroshard\n")
 
 
 @pytest.mark.slow
@@ -208,12 +227,12 @@ def test_installed_package_works_and_command_names_missing_extra(installed: Path
         sys.argv = ["zeroshard", "--help"]
         main()
     """
-    done = run_python("-c", code, cwd=tmp_path, path=installed)
-    assert done.stdout == f"{installed / 'zeroshard' / '__init__.py'} {zeroshard.__version__}\n"
-    first, second = done.stderr.splitlines()
+    result = run_python("-c", code, cwd=tmp_path, path=installed)
+    assert result.stdout == f"{installed / 'zeroshard' / '__init__.py'} {zeroshard.__version__}\n"
+    first, second = result.stderr.splitlines()
     assert first == "The command line needs typer, which is not installed: pip install 'zeroshard[cli]'"
     assert second.startswith("Without it there are: zeroshard run, zeroshard doctor")
-    assert done.returncode == 1
+    assert result.returncode == 1
 
 
 def test_console_script_is_installed(installed: Path) -> None:
@@ -225,4 +244,4 @@ def test_changelog_starts_with_current_version_or_unreleased() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     heading, first = re.findall(r"^## \[(.*?)\].*\n+(.*)", text, re.MULTILINE)[0]
     assert heading == ("Unreleased" if "dev" in zeroshard.__version__ else zeroshard.__version__)
-    assert first.startswith("### "), "it says what has changed"
+    assert first.startswith("### "), "the changes have no heading"

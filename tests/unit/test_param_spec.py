@@ -1,4 +1,4 @@
-"""ParamSpec: what the layout knows about a parameter."""
+"""ParamSpec: the properties of a parameter that a layout depends on."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from zeroshard.layout.spec import ParamSpec, make_param_specs
 
 
 def make_spec(param: torch.Tensor) -> ParamSpec:
-    (made,) = make_param_specs([{"params": [param]}])
-    return made
+    (param_spec,) = make_param_specs([{"params": [param]}])
+    return param_spec
 
 
 TENSORS: dict[str, tuple[torch.Tensor, int, int]] = {
@@ -30,9 +30,9 @@ TENSORS: dict[str, tuple[torch.Tensor, int, int]] = {
 
 @pytest.mark.parametrize(("tensor", "numel", "extent"), TENSORS.values(), ids=TENSORS)
 def test_numel_and_storage_numel(tensor: torch.Tensor, numel: int, extent: int) -> None:
-    made = make_spec(tensor)
-    assert (made.shape, made.stride) == (tuple(tensor.shape), tensor.stride())
-    assert (made.numel, made.storage_numel) == (numel, extent)
+    param_spec = make_spec(tensor)
+    assert (param_spec.shape, param_spec.stride) == (tuple(tensor.shape), tensor.stride())
+    assert (param_spec.numel, param_spec.storage_numel) == (numel, extent)
 
 
 def test_params_are_numbered_across_groups() -> None:
@@ -41,15 +41,17 @@ def test_params_are_numbered_across_groups() -> None:
         {"params": []},
         {"params": [torch.empty(3, dtype=torch.bfloat16, requires_grad=True)]},
     ]
-    made = make_param_specs(groups)
-    assert [(s.index, s.name, s.group, s.trainable) for s in made] == [
+    param_specs = make_param_specs(groups)
+    assert [
+        (param_spec.index, param_spec.name, param_spec.group, param_spec.trainable) for param_spec in param_specs
+    ] == [
         (0, "a", 0, False),
         (1, "b.weight", 0, False),
         (2, None, 2, True),
     ]
-    assert made[2].dtype == torch.bfloat16
+    assert param_specs[2].dtype == torch.bfloat16
     later = make_param_specs(groups[:1], first_index=7, first_group=3)
-    assert [(s.index, s.group) for s in later] == [(7, 3), (8, 3)]
+    assert [(param_spec.index, param_spec.group) for param_spec in later] == [(7, 3), (8, 3)]
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
@@ -77,7 +79,7 @@ def test_description_contains_everything_that_must_match_across_ranks() -> None:
 
 
 def test_description_differs_if_any_field_differs() -> None:
-    one = spec(0, (2, 2), name="w")
+    reference = spec(0, (2, 2), name="w")
     others = [
         spec(1, (2, 2), name="w"),
         spec(0, (2, 2), name="v"),
@@ -88,7 +90,7 @@ def test_description_differs_if_any_field_differs() -> None:
         spec(0, (2, 2), name="w", group=1),
         spec(0, (2, 2), name="w", trainable=False),
     ]
-    assert one.describe() not in {other.describe() for other in others}
+    assert reference.describe() not in {other.describe() for other in others}
 
 
 def test_description_omits_device_index() -> None:

@@ -27,7 +27,7 @@ ACCEPTED: dict[str, Callable[[], Any]] = {
     "named parameters": MODEL.named_parameters,
     "a list of named parameters": lambda: NAMED,
     "one group": lambda: [{"params": [A, B], "lr": 2.0}],
-    "a generator of groups": lambda: ({"params": [p]} for p in (A, B)),
+    "a generator of groups": lambda: ({"params": [param]} for param in (A, B)),
     "a generator in a group": lambda: [{"params": MODEL.parameters()}, {"params": iter(())}],
     "a tensor in a group": lambda: [{"params": A}, {"params": B, "lr": 3.0}],
     "named parameters in a group": lambda: [{"params": MODEL[0].named_parameters()}, {"params": NAMED[2:], "lr": 3.0}],
@@ -35,12 +35,12 @@ ACCEPTED: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("form", ACCEPTED.values(), ids=ACCEPTED)
-def test_accepts_the_same_params_as_torch(form: Callable[[], Any]) -> None:
-    expected = torch.optim.SGD(form(), lr=1.0)
-    groups, plain = parse_params(form())
+@pytest.mark.parametrize("make_params", ACCEPTED.values(), ids=ACCEPTED)
+def test_accepts_the_same_params_as_torch(make_params: Callable[[], Any]) -> None:
+    expected = torch.optim.SGD(make_params(), lr=1.0)
+    groups, plain = parse_params(make_params())
     ours = torch.optim.SGD(groups, lr=1.0)
-    assert plain == (not isinstance(next(iter(form())), dict))
+    assert plain == (not isinstance(next(iter(make_params())), dict))
     assert len(ours.param_groups) == len(expected.param_groups)
     for mine, theirs in zip(ours.param_groups, expected.param_groups, strict=True):
         assert mine.keys() == theirs.keys()
@@ -49,42 +49,44 @@ def test_accepts_the_same_params_as_torch(form: Callable[[], Any]) -> None:
 
 
 REJECTED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "a bare tensor": (lambda: A, TypeError, "params must be an iterable of tensors or dicts, not a tensor"),
-    "a number": (lambda: 3, TypeError, "iterable of tensors or dicts, not int"),
-    "None": (lambda: None, TypeError, "not NoneType"),
-    "a module": (lambda: nn.Linear(1, 1), TypeError, "not Linear"),
-    "a string": (lambda: "weights", TypeError, "not str"),
-    "a dict of parameters": (lambda: dict(NAMED), TypeError, "not dict"),
-    "one group without a list": (lambda: {"params": [A]}, TypeError, "not dict"),
-    "a set": (lambda: {A, B}, TypeError, "ordered; the order of a set changes"),
-    "a frozenset": (lambda: frozenset([A]), TypeError, "ordered; the order of a frozenset changes"),
+    "a bare tensor": (lambda: A, TypeError, "params to be an iterable of tensors or dicts, got a tensor"),
+    "a number": (lambda: 3, TypeError, "iterable of tensors or dicts, got int"),
+    "None": (lambda: None, TypeError, "got NoneType"),
+    "a module": (lambda: nn.Linear(1, 1), TypeError, "got the module Linear. Pass its parameters()"),
+    "a string": (lambda: "weights", TypeError, "got str"),
+    "a dict of parameters": (lambda: dict(NAMED), TypeError, "got dict"),
+    "one group without a list": (lambda: {"params": [A]}, TypeError, "got dict"),
+    "a set": (lambda: {A, B}, TypeError, "ordered, got a set, whose order differs"),
+    "a frozenset": (lambda: frozenset([A]), TypeError, "ordered, got a frozenset, whose order differs"),
     "an empty list": (list, ValueError, "empty parameter list"),
     "an empty generator": (lambda: iter(()), ValueError, "empty parameter list"),
-    "a tensor and a group": (lambda: [A, {"params": [B]}], TypeError, "all tensors or all dicts; found dict"),
-    "a group and a tensor": (lambda: [{"params": [B]}, A], TypeError, "all tensors or all dicts; found dict"),
-    "another type": (lambda: [A, "bias"], TypeError, "found str"),
-    "numbers": (lambda: [1.0, 2.0], TypeError, "found float"),
-    "bytes": (lambda: b"ab", TypeError, "found int"),
-    "lists of tensors": (lambda: [[A], [B]], TypeError, "found list"),
-    "a reversed (tensor, name) pair": (lambda: [(A, "a")], TypeError, "found tuple"),
-    "a name without a tensor": (lambda: [("a", None)], TypeError, "found tuple"),
-    "a group without params": (lambda: [{"lr": 1.0, "b": 2}], ValueError, r"'params'; found \['b', 'lr'\]"),
-    "another type in a group": (lambda: [{"params": [A, 1]}], TypeError, "found int"),
-    "a group in a group": (lambda: [{"params": [{"params": [A]}]}], TypeError, "found dict"),
-    "a set in a group": (lambda: [{"params": {A, B}}], TypeError, "'params' of a group must be ordered"),
-    "a string in a group": (lambda: [{"params": "weights"}], TypeError, "'params' of a group must be an iterable"),
-    "None in a group": (lambda: [{"params": None}], TypeError, "not NoneType"),
+    "a tensor and a group": (lambda: [A, {"params": [B]}], TypeError, "all tensors or all dicts, got dict"),
+    "a group and a tensor": (lambda: [{"params": [B]}, A], TypeError, "all tensors or all dicts, got dict"),
+    "another type": (lambda: [A, "bias"], TypeError, "got str among"),
+    "numbers": (lambda: [1.0, 2.0], TypeError, "got float among"),
+    "bytes": (lambda: b"ab", TypeError, "got int among"),
+    "lists of tensors": (lambda: [[A], [B]], TypeError, "got list among"),
+    "a reversed (tensor, name) pair": (lambda: [(A, "a")], TypeError, "got tuple among"),
+    "a name without a tensor": (lambda: [("a", None)], TypeError, "got tuple among"),
+    "a group without params": (lambda: [{"lr": 1.0, "b": 2}], ValueError, r"no key 'params', only \['b', 'lr'\]"),
+    "another type in a group": (lambda: [{"params": [A, 1]}], TypeError, "got int among"),
+    "a group in a group": (lambda: [{"params": [{"params": [A]}]}], TypeError, "got dict among"),
+    "a set in a group": (lambda: [{"params": {A, B}}], TypeError, "'params' of a group to be ordered"),
+    "a string in a group": (lambda: [{"params": "weights"}], TypeError, "'params' of a group to be an iterable"),
+    "a dict as names": (lambda: [{"params": [A], "param_names": {}}], TypeError, "to be a list of 1 name, got {}"),
+    "too few names": (lambda: [{"params": [A, B], "param_names": ["a"]}], TypeError, "to be a list of 2 names"),
+    "None in a group": (lambda: [{"params": None}], TypeError, "got NoneType"),
 }
 
 
-@pytest.mark.parametrize(("form", "error", "message"), REJECTED.values(), ids=REJECTED)
-def test_invalid_params_are_rejected(form: Callable[[], Any], error: type[Exception], message: str) -> None:
+@pytest.mark.parametrize(("make_params", "error", "message"), REJECTED.values(), ids=REJECTED)
+def test_invalid_params_are_rejected(make_params: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        parse_params(form())
+        parse_params(make_params())
 
 
 def test_param_group_must_be_a_dict() -> None:
-    with pytest.raises(TypeError, match="a param group must be a dict, not list"):
+    with pytest.raises(TypeError, match="expected a parameter group to be a dict, got list"):
         parse_group([A])
 
 
@@ -92,10 +94,10 @@ def test_input_is_not_modified() -> None:
     listed = [A, B]
     group = {"params": listed, "lr": 1.0}
     given_groups = [group]
-    made = parse_params(given_groups).groups
-    made[0]["lr"] = 5.0
-    made[0]["params"].append(C)
-    made.append({})
+    parsed = parse_params(given_groups).groups
+    parsed[0]["lr"] = 5.0
+    parsed[0]["params"].append(C)
+    parsed.append({})
     assert given_groups == [group]
     assert group == {"params": listed, "lr": 1.0}
     assert [id(param) for param in listed] == [id(A), id(B)]
@@ -111,10 +113,10 @@ class Wrapper(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> "Wrapper":
-        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-        assert isinstance(made, Wrapper)
-        made.wrapped = inner
-        return made
+        wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        assert isinstance(wrapper, Wrapper)
+        wrapper.wrapped = inner
+        return wrapper
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["wrapped"], None
@@ -137,7 +139,7 @@ def check_params(*params: torch.Tensor, mixed: bool = False, names: list[str] | 
 
 GRID = torch.zeros(6, 6)
 UNSUPPORTED: dict[str, tuple[torch.Tensor, str]] = {
-    "sparse": (torch.eye(3).to_sparse(), "layout torch.sparse_coo; only dense"),
+    "sparse": (torch.eye(3).to_sparse(), "layout torch.sparse_coo, but only dense"),
     "expanded": (torch.zeros(1, 3).expand(4, 3), r"share memory \(strides \(0, 1\)\)"),
     "a sliding window": (torch.zeros(9).unfold(0, 3, 1), r"share memory \(strides \(1, 1\)\)"),
     "partly overlapping rows": (torch.zeros(9).as_strided((2, 4), (3, 1)), "share memory"),
@@ -155,7 +157,7 @@ def test_unsupported_params_are_rejected(param: torch.Tensor, message: str) -> N
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_compressed_sparse_param_is_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"parameter 0 has the layout torch\.sparse_csr"):
+    with pytest.raises(ConfigError, match=r"parameter 0 has layout torch\.sparse_csr"):
         check_params(torch.eye(3).to_sparse_csr())
 
 
@@ -193,7 +195,7 @@ OVERLAPPING: dict[str, list[torch.Tensor]] = {
 
 @pytest.mark.parametrize("params", OVERLAPPING.values(), ids=OVERLAPPING)
 def test_overlapping_params_are_rejected(params: list[torch.Tensor]) -> None:
-    with pytest.raises(ConfigError, match=r"parameter \d and parameter \d share memory; tie them"):
+    with pytest.raises(ConfigError, match=r"parameter \d and parameter \d share memory\. To tie them"):
         check_params(*params)
 
 

@@ -12,13 +12,21 @@ from hypothesis import strategies as st
 from tests.support.oracles import spec, specs
 from zeroshard._types import Rank
 from zeroshard.layout.layout import Layout
-from zeroshard.layout.partition import ALIGNMENT_BYTES, AssignedOwners, WholeParams
+from zeroshard.layout.partition import (
+    ALIGNMENT_BYTES,
+    AssignedOwners,
+    FlatShards,
+    Partitioner,
+    ShardGranularity,
+    WholeParams,
+    as_strategy,
+)
 from zeroshard.layout.spec import ParamSpec, make_param_specs
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex128, torch.uint8]
 WORLD_SIZES = st.integers(1, 9)
 Groups = list[dict[str, list[torch.Tensor]]]
-steadily = settings(
+deterministic_examples = settings(
     max_examples=60, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
 )
 
@@ -27,14 +35,14 @@ steadily = settings(
 def params(draw: st.DrawFn) -> torch.Tensor:
     """Draw a meta tensor of up to three dimensions, possibly empty, transposed or with gaps."""
     shape = draw(st.lists(st.integers(0, 6), max_size=3))
-    made = torch.empty(shape, dtype=draw(st.sampled_from(DTYPES)), device="meta")
-    form = draw(st.sampled_from(["plain", "plain", "transposed", "gaps"]))
-    if shape and form == "transposed":
-        made = made.transpose(0, -1)
-    if shape and form == "gaps":
-        made = made[..., ::2]
-    trainable = made.is_floating_point() and draw(st.integers(0, 3)) > 0
-    return made.requires_grad_(trainable)
+    tensor = torch.empty(shape, dtype=draw(st.sampled_from(DTYPES)), device="meta")
+    memory_layout = draw(st.sampled_from(["plain", "plain", "transposed", "gaps"]))
+    if shape and memory_layout == "transposed":
+        tensor = tensor.transpose(0, -1)
+    if shape and memory_layout == "gaps":
+        tensor = tensor[..., ::2]
+    trainable = tensor.is_floating_point() and draw(st.integers(0, 3)) > 0
+    return tensor.requires_grad_(trainable)
 
 
 GROUPS = st.lists(st.lists(params(), max_size=8), min_size=1, max_size=4).map(
@@ -42,96 +50,106 @@ GROUPS = st.lists(st.lists(params(), max_size=8), min_size=1, max_size=4).map(
 )
 
 
-def partition_whole(made: Sequence[ParamSpec], world_size: int) -> Layout:
-    return WholeParams().extend(Layout.empty(world_size), made)
+def partition_whole(param_specs: Sequence[ParamSpec], world_size: int) -> Layout:
+    return WholeParams().extend(Layout.empty(world_size), param_specs)
 
 
 def owners_of(layout: Layout) -> list[int]:
     return [layout.owner_of(param) for param in range(len(layout.params))]
 
 
-def expected_owners(made: Sequence[ParamSpec], world_size: int, fixed: Mapping[int, int] | None = None) -> list[int]:
+def expected_owners(
+    param_specs: Sequence[ParamSpec], world_size: int, fixed: Mapping[int, int] | None = None
+) -> list[int]:
     """Reference: group by group, assign the largest remaining parameter to the least loaded rank.
 
     Trainable parameters of a group come before frozen ones. Ties between frozen loads are broken by trainable loads.
     """
     loads = {True: [0] * world_size, False: [0] * world_size}
-    found = [-1] * len(made)
+    owners = [-1] * len(param_specs)
     for index, rank in (fixed or {}).items():
-        found[index] = rank
-        loads[made[index].trainable][rank] += made[index].numel
-    for number, trainable in product(range(1 + max((one.group for one in made), default=-1)), (True, False)):
-        left = [one for one in made if one.group == number and one.trainable == trainable and found[one.index] < 0]
-        while left:
-            largest = left[0]
-            for one in left:
-                if one.numel > largest.numel:
-                    largest = one
-            left.remove(largest)
-            ties = [0] * world_size if trainable else loads[True]
-            best = min(zip(loads[trainable], ties, range(world_size), strict=True))[2]
-            found[largest.index] = best
+        owners[index] = rank
+        loads[param_specs[index].trainable][rank] += param_specs[index].numel
+    for group, trainable in product(
+        range(1 + max((param_spec.group for param_spec in param_specs), default=-1)), (True, False)
+    ):
+        remaining = [
+            param_spec
+            for param_spec in param_specs
+            if param_spec.group == group and param_spec.trainable == trainable and owners[param_spec.index] < 0
+        ]
+        while remaining:
+            largest = remaining[0]
+            for param_spec in remaining:
+                if param_spec.numel > largest.numel:
+                    largest = param_spec
+            remaining.remove(largest)
+            tie_breakers = [0] * world_size if trainable else loads[True]
+            best = min(zip(loads[trainable], tie_breakers, range(world_size), strict=True))[2]
+            owners[largest.index] = best
             loads[trainable][best] += largest.numel
-    return found
+    return owners
 
 
-@steadily
+@deterministic_examples
 @given(GROUPS, WORLD_SIZES)
 def test_owners_match_reference(groups: Groups, world_size: int) -> None:
-    made = make_param_specs(groups)
-    assert owners_of(partition_whole(made, world_size)) == expected_owners(made, world_size)
+    param_specs = make_param_specs(groups)
+    assert owners_of(partition_whole(param_specs, world_size)) == expected_owners(param_specs, world_size)
 
 
-@steadily
+@deterministic_examples
 @given(GROUPS, WORLD_SIZES)
 def test_each_param_has_one_aligned_slot(groups: Groups, world_size: int) -> None:
-    made = make_param_specs(groups)
-    layout = partition_whole(made, world_size)
-    pieces = [piece for bucket in layout.buckets for piece in bucket.param_shards]
-    assert Counter(piece.param for piece in pieces) == Counter(range(len(made)))
-    for piece in pieces:
-        one = made[piece.param]
-        assert piece.in_param == (0, one.storage_numel)
-        assert piece.in_bucket.length == one.storage_numel
-        assert piece.in_bucket.start * one.dtype.itemsize % ALIGNMENT_BYTES == 0
+    param_specs = make_param_specs(groups)
+    layout = partition_whole(param_specs, world_size)
+    param_shards = [param_shard for bucket in layout.buckets for param_shard in bucket.param_shards]
+    assert Counter(param_shard.param for param_shard in param_shards) == Counter(range(len(param_specs)))
+    for param_shard in param_shards:
+        param_spec = param_specs[param_shard.param]
+        assert param_shard.in_param == (0, param_spec.storage_numel)
+        assert param_shard.in_bucket.length == param_spec.storage_numel
+        assert param_shard.in_bucket.start * param_spec.dtype.itemsize % ALIGNMENT_BYTES == 0
     for bucket in layout.buckets:
         assert all(a.in_bucket.stop <= b.in_bucket.start for a, b in pairwise(bucket.param_shards))
-        assert {made[piece.param].dtype for piece in bucket.param_shards} == {bucket.dtype}
-    assert [bucket.dtype for bucket in layout.buckets] == list(dict.fromkeys(one.dtype for one in made))
+        assert {param_specs[param_shard.param].dtype for param_shard in bucket.param_shards} == {bucket.dtype}
+    assert [bucket.dtype for bucket in layout.buckets] == list(
+        dict.fromkeys(param_spec.dtype for param_spec in param_specs)
+    )
 
 
-@steadily
+@deterministic_examples
 @given(GROUPS, WORLD_SIZES)
 def test_trainable_params_are_contiguous_in_each_shard(groups: Groups, world_size: int) -> None:
-    made = make_param_specs(groups)
-    for bucket in partition_whole(made, world_size).buckets:
-        for _, pieces in groupby(bucket.param_shards, key=lambda piece: piece.owner):
-            flags = [made[piece.param].trainable for piece in pieces]
+    param_specs = make_param_specs(groups)
+    for bucket in partition_whole(param_specs, world_size).buckets:
+        for _, param_shards in groupby(bucket.param_shards, key=lambda param_shard: param_shard.owner):
+            flags = [param_specs[param_shard.param].trainable for param_shard in param_shards]
             assert flags == sorted(flags, reverse=True)
 
 
-@steadily
+@deterministic_examples
 @given(GROUPS, WORLD_SIZES)
 def test_load_difference_is_at_most_one_param(groups: Groups, world_size: int) -> None:
-    made = make_param_specs(groups)
-    layout = partition_whole(made, world_size)
+    param_specs = make_param_specs(groups)
+    layout = partition_whole(param_specs, world_size)
     for trainable in (True, False):
         loads = layout.numel_per_rank(trainable=trainable)
-        sizes = [one.numel for one in made if one.trainable == trainable]
+        sizes = [param_spec.numel for param_spec in param_specs if param_spec.trainable == trainable]
         assert sum(loads) == sum(sizes)
         assert max(loads) - min(loads) <= max(sizes, default=0)
 
 
-@steadily
+@deterministic_examples
 @given(GROUPS, GROUPS, WORLD_SIZES)
 def test_extending_keeps_owners_and_continues_balancing(first: Groups, second: Groups, world_size: int) -> None:
-    made = make_param_specs([*first, *second])
-    known = sum(len(group["params"]) for group in first)
-    before = partition_whole(made[:known], world_size)
-    after = WholeParams().extend(before, made[known:])
-    assert after.params == made
+    param_specs = make_param_specs([*first, *second])
+    num_existing = sum(len(group["params"]) for group in first)
+    before = partition_whole(param_specs[:num_existing], world_size)
+    after = WholeParams().extend(before, param_specs[num_existing:])
+    assert after.params == param_specs
     assert after.buckets[: len(before.buckets)] == before.buckets
-    assert owners_of(after) == expected_owners(made, world_size)
+    assert owners_of(after) == expected_owners(param_specs, world_size)
 
 
 @pytest.mark.parametrize("world_size", range(1, 10))
@@ -157,7 +175,10 @@ def test_frozen_ties_go_to_rank_with_fewest_trainable_elements() -> None:
     assert trained.numel_per_rank(trainable=True) == [24, 21]
     added = WholeParams().extend(trained, specs([3], first=7, group=1, trainable=False))
     assert added.owner_of(7) == 1
-    assert [sum(pair) for pair in zip(*(added.numel_per_rank(trainable=it) for it in (True, False)), strict=True)] == [
+    assert [
+        sum(pair)
+        for pair in zip(*(added.numel_per_rank(trainable=trainable) for trainable in (True, False)), strict=True)
+    ] == [
         24,
         24,
     ]
@@ -186,15 +207,15 @@ def test_more_ranks_than_params() -> None:
 
 
 def test_separate_buckets_per_device() -> None:
-    made = [spec(0, device="cuda:0"), spec(1, device="cpu"), spec(2, device="cuda:0")]
-    buckets = partition_whole(made, 1).buckets
+    param_specs = [spec(0, device="cuda:0"), spec(1, device="cpu"), spec(2, device="cuda:0")]
+    buckets = partition_whole(param_specs, 1).buckets
     assert [bucket.params for bucket in buckets] == [[0, 2], [1]]
     assert [bucket.device.type for bucket in buckets] == ["cuda", "cpu"]
 
 
 def test_assignment_cost_does_not_grow_with_world_size() -> None:
     """Each of 10,000 parameters is compared with a few ranks, not with all. Comparisons are counted, not timed."""
-    made = specs([1 + i % 97 for i in range(10_000)])
+    param_specs = specs([1 + i % 97 for i in range(10_000)])
     comparisons: dict[int, int] = {}
 
     class Load(int):
@@ -211,10 +232,10 @@ def test_assignment_cost_does_not_grow_with_world_size() -> None:
 
     for world_size in (8, 1024):
         Load.seen = 0
-        WholeParams(cost=lambda one: Load(one.numel)).extend(Layout.empty(world_size), made)
+        WholeParams(cost=lambda param_spec: Load(param_spec.numel)).extend(Layout.empty(world_size), param_specs)
         comparisons[world_size] = Load.seen
     assert comparisons[8] > 0
-    assert comparisons[1024] < 25 * len(made)
+    assert comparisons[1024] < 25 * len(param_specs)
 
 
 SPECS = [spec(0, (2,)), spec(1, (9,)), spec(2, (4,)), spec(3, (7,), trainable=False), spec(4, (3,))]
@@ -232,5 +253,38 @@ def test_unassigned_params_are_balanced() -> None:
     for fixed in ({1: Rank(2)}, {0: Rank(0), 1: Rank(1), 2: Rank(2), 4: Rank(0)}, {3: Rank(1)}):
         layout = AssignedOwners(fixed, dict.fromkeys(fixed, 0)).extend(Layout.empty(3), SPECS)
         assert owners_of(layout) == expected_owners(SPECS, 3, fixed)
-    taken = {0: Rank(0), 1: Rank(0), 2: Rank(1), 4: Rank(2)}
-    assert AssignedOwners(taken, dict.fromkeys(taken, 0)).extend(Layout.empty(3), SPECS).owner_of(3) == 2
+    assigned = {0: Rank(0), 1: Rank(0), 2: Rank(1), 4: Rank(2)}
+    assert AssignedOwners(assigned, dict.fromkeys(assigned, 0)).extend(Layout.empty(3), SPECS).owner_of(3) == 2
+
+
+class UserPartitioner:
+    """Has attributes with the names of ours but other types: only `extend` may be used."""
+
+    splits_params, granularity, bucket_bytes, cost = "yes", 7, "3 MiB", 1
+
+    def extend(self, layout: Layout, specs: Sequence[ParamSpec]) -> Layout:
+        return WholeParams().extend(layout, specs)
+
+
+def test_user_defined_partitioner_needs_only_extend() -> None:
+    strategy = as_strategy(UserPartitioner())
+    assert strategy.is_custom
+    assert not strategy.splits_params
+    assert (strategy.granularity, strategy.bucket_bytes, strategy.cost) == (None, None, None)
+    assert strategy.with_granularity(ShardGranularity(8, 8)) is strategy
+    assert strategy.describe() == "owners are chosen by UserPartitioner"
+    assert strategy.extend(Layout.empty(2), SPECS) == WholeParams().extend(Layout.empty(2), SPECS)
+
+
+def test_subclass_of_a_partitioner_builds_its_own_buckets() -> None:
+    class OtherShards(FlatShards):
+        pass
+
+    class OtherOwners(WholeParams):
+        pass
+
+    ours: list[Partitioner] = [FlatShards(), WholeParams()]
+    theirs: list[Partitioner] = [OtherShards(), OtherOwners()]
+    assert [as_strategy(partitioner) is partitioner for partitioner in (*ours, *theirs)] == [True] * 4
+    assert [as_strategy(partitioner).is_custom for partitioner in (*ours, *theirs)] == [False, False, True, True]
+    assert [as_strategy(partitioner).splits_params for partitioner in theirs] == [True, False]

@@ -31,22 +31,22 @@ def test_ranks_of_a_domain_may_be_interleaved() -> None:
 
 
 def test_majority_domain_is_spread_over_the_others() -> None:
-    found = assign_peers([0, 0, 0, 0, 0, 1, 1])
-    assert found == [5, 6, 5, 6, 5, 0, 1]
-    assert ranks_stored_on(found, 5) == [0, 2, 4]
-    assert ranks_stored_on(found, 4) == []
+    peers = assign_peers([0, 0, 0, 0, 0, 1, 1])
+    assert peers == [5, 6, 5, 6, 5, 0, 1]
+    assert ranks_stored_on(peers, 5) == [0, 2, 4]
+    assert ranks_stored_on(peers, 4) == []
 
 
 @given(st.lists(st.integers(0, 4), min_size=2, max_size=24))
 def test_peers_are_in_other_domains_and_balanced(domains: list[int]) -> None:
-    found = assign_peers(domains)
-    counts, largest = Counter(found), max(Counter(domains).values())
+    peers = assign_peers(domains)
+    counts, largest = Counter(peers), max(Counter(domains).values())
     outside = len(domains) - largest
-    for rank, peer in enumerate(found):
+    for rank, peer in enumerate(peers):
         assert peer != rank
         assert domains[peer] != domains[rank] or len(set(domains)) == 1
-    most = 1 if outside == 0 or largest <= outside else -(-largest // outside)
-    assert max(counts.values()) == most
-    assert sorted(stored for rank in range(len(domains)) for stored in ranks_stored_on(found, rank)) == list(
+    expected_max = 1 if outside == 0 or largest <= outside else -(-largest // outside)
+    assert max(counts.values()) == expected_max
+    assert sorted(stored for rank in range(len(domains)) for stored in ranks_stored_on(peers, rank)) == list(
         range(len(domains))
     )

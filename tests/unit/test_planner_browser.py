@@ -15,14 +15,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.tools import ADAMW, EVIL, SGD, small_wish
+from tests.support.tools import ADAMW, EVIL, SGD, small_request
 from zeroshard.planner import pictures
 from zeroshard.planner.plan import Plan
-from zeroshard.planner.shapes import freeze_params
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 if "ZEROSHARD_BROWSER" not in os.environ and BROWSER is None:
-    pytest.skip("there is no chromium: make browser says what to install", allow_module_level=True)
+    pytest.skip("chromium is not installed: see CONTRIBUTING.md", allow_module_level=True)
 if "ZEROSHARD_BROWSER" not in os.environ:
     pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make browser")
 playwright: Any = import_module("playwright.sync_api")
@@ -36,30 +35,30 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pictures, "PAGE_WORLD_SIZES", WORLD_SIZES)
         patch.setattr(pictures, "COMMON_OPTIMIZERS", (ADAMW, SGD))
-        pictures.write_page(small_wish(EVIL), ADAMW, "bf16+fp32", path)
+        pictures.write_page(small_request(EVIL), ADAMW, "bf16+fp32", path)
     return path
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        made = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        yield made
-        made.close()
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 @pytest.fixture
 def page(browser: Any, file: Path) -> Iterator[Any]:
     """Open the page. JavaScript errors and requests for other URLs fail the test."""
-    made, wrong = browser.new_page(viewport={"width": 1240, "height": 900}), []
-    made.on("pageerror", lambda error: wrong.append(str(error)))
-    made.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
-    made.on("dialog", lambda dialog: wrong.append(f"dialog: {dialog.message}"))
-    made.on("request", lambda request: None if request.url == file.as_uri() else wrong.append(request.url))
-    made.goto(file.as_uri())
-    yield made
-    made.close()
-    assert not wrong
+    page, errors = browser.new_page(viewport={"width": 1240, "height": 900}), []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on("dialog", lambda dialog: errors.append(f"dialog: {dialog.message}"))
+    page.on("request", lambda request: None if request.url == file.as_uri() else errors.append(request.url))
+    page.goto(file.as_uri())
+    yield page
+    page.close()
+    assert not errors
 
 
 def read_table(page: Any) -> dict[str, dict[str, str]]:
@@ -67,7 +66,7 @@ def read_table(page: Any) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = page.evaluate(
         """() => Object.fromEntries([...document.querySelectorAll("#table tbody tr")].map((row) => [
             row.querySelector("th").textContent,
-            Object.fromEntries([...row.querySelectorAll("td")].map((it) => [it.dataset.field, it.textContent])),
+            Object.fromEntries([...row.querySelectorAll("td")].map((cell) => [cell.dataset.field, cell.textContent])),
         ]))"""
     )
     return found
@@ -76,17 +75,17 @@ def read_table(page: Any) -> dict[str, dict[str, str]]:
 def assert_page_shows(page: Any, plan: Plan, ranks: int) -> None:
     """Check the table in exact bytes, and the bars."""
     shown = read_table(page)
-    assert list(shown) == [it.method for it in plan if it.ranks == ranks]
+    assert list(shown) == [estimate.method for estimate in plan if estimate.ranks == ranks]
     for method, cells in shown.items():
-        it = plan.estimate_for(method, ranks)
-        for field in ("parameters", "gradients", "state", "total", "buffers", "peak"):
-            assert cells[field] == f"{getattr(it.memory, field):,}", (method, field)
-        assert cells["sent"] == f"{it.traffic.sent:,}"
-        assert cells["balance"] == f"{it.state_imbalance:.2f}"
-        assert cells["phase"] == it.memory.peak_phase.replace(" the optimizer", "")
-        assert cells["fits"] == ("yes" if plan.fits(it) else "no")
+        estimate = plan.estimate_for(method, ranks)
+        for field in ("parameters", "gradients", "state", "total", "buffers", "activations", "peak"):
+            assert cells[field] == f"{getattr(estimate.memory, field):,}", (method, field)
+        assert cells["sent"] == f"{estimate.traffic.sent:,}"
+        assert cells["balance"] == f"{estimate.state_imbalance:.2f}"
+        assert cells["phase"] == estimate.memory.peak_phase
+        assert cells["fits"] == ("yes" if plan.fits(estimate) else "no")
         titles = page.locator("#bars title").all_text_contents()
-        assert f"{method}, parameters: {it.memory.parameters:,} bytes" in titles
+        assert f"{method}, parameters: {estimate.memory.parameters:,} bytes" in titles
 
 
 def set_world_size(page: Any, world: int) -> None:
@@ -98,17 +97,17 @@ def test_page_starts_with_the_requested_plan(page: Any) -> None:
     assert page.title() == f"{EVIL}: will it fit?"
     assert page.locator("#world-value").text_content() == "4 ranks"
     page.locator("#exact").check()
-    assert_page_shows(page, small_wish().make_plan(ADAMW, "bf16+fp32"), 4)
+    assert_page_shows(page, small_request().make_plan(ADAMW, "bf16+fp32"), 4)
 
 
 def test_every_control_shows_the_numbers_of_plan(page: Any) -> None:
-    wish = small_wish()
+    request = small_request()
     page.locator("#exact").check()
-    for optimizer, label in ((SGD, "SGD, momentum 0.9"), (ADAMW, "AdamW")):
+    for optimizer, label in ((SGD, "SGD (momentum=0.9)"), (ADAMW, "AdamW")):
         page.locator("#optimizer").select_option(label)
-        for precision in ("fp32", "bf16", "bf16+fp32"):
+        for precision in ("fp32", "bf16-autocast", "bf16", "bf16+fp32"):
             page.locator(f'#precisions input[value="{precision}"]').check()
-            plan = wish.make_plan(optimizer, precision, WORLD_SIZES)
+            plan = replace(request, ranks=WORLD_SIZES).make_plan(optimizer, precision)
             for world in (1, 64, 1024):
                 set_world_size(page, world)
                 assert_page_shows(page, plan, world)
@@ -116,19 +115,36 @@ def test_every_control_shows_the_numbers_of_plan(page: Any) -> None:
 
 
 def test_memory_limit_updates_verdict(page: Any) -> None:
-    plan = small_wish().make_plan(ADAMW, "bf16+fp32", WORLD_SIZES)
+    plan = replace(small_request(), ranks=WORLD_SIZES).make_plan(ADAMW, "bf16+fp32")
     for memory in (500_000, 700_000, 900_000):
         page.locator("#memory").fill(str(memory / 1e9))
         sentence = page.locator("#verdict").text_content()
-        for method in {it.method for it in plan}:
-            fitting = [it.ranks for it in plan if it.method == method and it.memory.peak <= memory]
+        for method in {estimate.method for estimate in plan}:
+            fitting = [
+                estimate.ranks for estimate in plan if estimate.method == method and estimate.memory.peak <= memory
+            ]
             word = "never" if not fitting else "always" if fitting[0] == 1 else f"from {fitting[0]:,} ranks"
             assert f"{method} {word}" in sentence
     page.locator("#memory-slider").fill("96")
     assert page.locator("#memory").input_value() == "96"
-    assert "With 96 GB a rank: DDP always" in page.locator("#verdict").text_content()
+    assert "With 96 GB per rank: DDP always" in page.locator("#verdict").text_content()
     page.locator("#memory").fill("")
-    assert "Say how much memory" in page.locator("#verdict").text_content()
+    assert "Enter the memory of a GPU" in page.locator("#verdict").text_content()
+
+
+def test_activations_are_added_to_backward(page: Any) -> None:
+    request = replace(small_request(), ranks=[4])
+    page.locator("#exact").check()
+    for activations in (0, 100_000, 3_000_000):
+        page.locator("#activations").fill(str(activations / 1e9))
+        plan = replace(request, activations=activations).make_plan(ADAMW, "bf16+fp32")
+        if activations:
+            assert_page_shows(page, plan, 4)
+        bars = " ".join(page.locator("#bars title").all_text_contents())
+        assert (f"DDP, activations: {activations:,} bytes" in bars) is (activations == 3_000_000)
+    page.locator("#activations-slider").fill("12")
+    assert page.locator("#activations").input_value() == "12"
+    assert read_table(page)["DDP"]["activations"] == f"{12 * 10**9:,}"
 
 
 def test_methods_can_be_hidden(page: Any) -> None:
@@ -149,46 +165,53 @@ def test_keyboard_navigation(page: Any) -> None:
     assert page.locator("#world-value").text_content() == "64 ranks"
     page.keyboard.press("End")
     assert page.locator("#world-value").text_content() == "1,024 ranks"
-    reached = set()
-    for _ in range(12):
+    focused = set()
+    for _ in range(14):
         page.keyboard.press("Tab")
-        reached.add(page.evaluate("document.activeElement.id || document.activeElement.name"))
-    assert {"memory-slider", "memory", "optimizer", "precisions", "methods", "exact"} <= reached
+        focused.add(page.evaluate("document.activeElement.id || document.activeElement.name"))
+    assert {
+        "memory-slider",
+        "memory",
+        "activations-slider",
+        "activations",
+        "optimizer",
+        "precisions",
+        "methods",
+        "exact",
+    } <= focused
 
 
 @pytest.mark.parametrize(
     ("name", "width", "scheme"), [("light", 1240, "light"), ("dark", 1240, "dark"), ("narrow", 400, "light")]
 )
 def test_page_fits_the_window(browser: Any, file: Path, name: str, width: int, scheme: str) -> None:
-    made = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    made.goto(file.as_uri())
-    assert made.evaluate("document.documentElement.scrollWidth") <= width
-    bright = made.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (bright == "rgb(17, 22, 28)") is (scheme == "dark")
-    overflowing = made.evaluate(
-        """() => [...document.querySelectorAll("svg")].filter((svg) => [...svg.querySelectorAll("text")].some((it) =>
-            it.getBoundingClientRect().right > svg.getBoundingClientRect().right + 12)).map((it) => it.id)"""
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page.goto(file.as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (background == "rgb(17, 22, 28)") is (scheme == "dark")
+    overflowing = page.evaluate(
+        """() => [...document.querySelectorAll("svg")].filter((svg) => [...svg.querySelectorAll("text")].some((text) =>
+            text.getBoundingClientRect().right > svg.getBoundingClientRect().right + 12)).map((svg) => svg.id)"""
     )
     assert overflowing == []
     if folder := os.environ.get("ZEROSHARD_SCREENSHOTS"):
-        made.screenshot(path=Path(folder) / f"plan-{name}.png", full_page=True)
-    made.close()
+        page.screenshot(path=Path(folder) / f"plan-{name}.png", full_page=True)
+    page.close()
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_single_world_size_is_drawn(browser: Any, tmp_path: Path, frozen: bool) -> None:
     """Also for a fully frozen model, which has no traffic."""
-    path, wish = tmp_path / "plan.html", replace(small_wish(), ranks=[96], shard_group_size=96)
+    path, request = tmp_path / "plan.html", replace(small_request(), ranks=[96], shard_group_size=96)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pictures, "PAGE_WORLD_SIZES", WORLD_SIZES[:3])
         patch.setattr(pictures, "COMMON_OPTIMIZERS", ())
-        pictures.write_page(
-            replace(wish, model=freeze_params(wish.model, ["*"] if frozen else [])), ADAMW, "fp32", path
-        )
-    page, wrong = browser.new_page(), []
-    page.on("pageerror", lambda error: wrong.append(str(error)))
+        pictures.write_page(replace(request, model=request.model.freeze(["*"] if frozen else [])), ADAMW, "fp32", path)
+    page, errors = browser.new_page(), []
+    page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto(path.as_uri())
     assert "NaN" not in page.content()
     assert page.locator("svg path").count() > 0
     page.close()
-    assert not wrong
+    assert not errors

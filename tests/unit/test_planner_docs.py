@@ -32,10 +32,10 @@ def test_all_options_are_documented(capsys: pytest.CaptureFixture[str], monkeypa
 
 
 def test_zero_paper_output_is_current() -> None:
-    command, printed = PAGE.split("## The case of the ZeRO paper")[1].split("```")[1:4:2]
+    command, printed = PAGE.split("## The example of the ZeRO paper")[1].split("```")[1:4:2]
     assert command == "console\nzeroshard plan 7.5B --optimizer Adam --precision bf16+fp32 --ranks 64\n"
     model, config = load_model_shape("7.5B").cast(torch.bfloat16), ZeroConfig(master_dtype=torch.float32)
-    console = Console(width=95, file=StringIO(), color_system=None)
+    console = Console(width=120, file=StringIO(), color_system=None)
     print_plan(plan(model, torch.optim.Adam, ranks=64, config=config), console)
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     assert printed.removeprefix("text\n").splitlines() == lines[: len(printed.splitlines()) - 1]

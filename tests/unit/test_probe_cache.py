@@ -56,11 +56,11 @@ def make_factory_for(param: torch.Tensor, **attributes: Any) -> OptimizerFactory
 
 
 def test_equal_factories_are_probed_once() -> None:
-    probe = CountingProbe()
-    assert probe.ask(make_factory()) == "SGD"
-    assert probe.is_cached(make_factory())
-    assert probe.is_cached(make_factory(group={"params": [torch.nn.Parameter(torch.zeros(5, 7)) for _ in range(9)]}))
-    assert probe.ask(make_factory()) == "SGD"
+    counting = CountingProbe()
+    assert counting.ask(make_factory()) == "SGD"
+    assert counting.is_cached(make_factory())
+    assert counting.is_cached(make_factory(group={"params": [torch.nn.Parameter(torch.zeros(5, 7)) for _ in range(9)]}))
+    assert counting.ask(make_factory()) == "SGD"
 
 
 DIFFERENT_FACTORIES: dict[str, Callable[[], OptimizerFactory]] = {
@@ -86,11 +86,11 @@ DIFFERENT_FACTORIES: dict[str, Callable[[], OptimizerFactory]] = {
 
 def test_cache_key_covers_all_inputs() -> None:
     """Each factory misses the cache the first time and hits it the second time."""
-    probe = CountingProbe()
-    probe.ask(make_factory())
+    counting = CountingProbe()
+    counting.ask(make_factory())
     for name, make in DIFFERENT_FACTORIES.items():
-        assert not probe.is_cached(make()), name
-        assert probe.is_cached(make()), name
+        assert not counting.is_cached(make()), name
+        assert counting.is_cached(make()), name
 
 
 def default_dtype() -> AbstractContextManager[None]:
@@ -131,23 +131,23 @@ def _restored_flags() -> Any:
 @pytest.mark.usefixtures("_restored_flags")
 @pytest.mark.parametrize("flag", FLAGS)
 def test_cache_key_covers_global_flags(flag: str) -> None:
-    probe, one = CountingProbe(), make_factory()
-    probe.ask(one)
+    counting, factory = CountingProbe(), make_factory()
+    counting.ask(factory)
     with FLAGS[flag]():
-        assert not probe.is_cached(one)
+        assert not counting.is_cached(factory)
 
 
 def test_modified_class_is_probed_again() -> None:
-    class Own(SGD):
+    class CustomSGD(SGD):
         nesterov_by_default = False
 
-    probe = CountingProbe()
-    probe.ask(make_factory(Own))
-    Own.nesterov_by_default = True
-    assert not probe.is_cached(make_factory(Own))
-    setattr(Own, "step", lambda *_: None)  # noqa: B010 (mypy refuses the assignment)
-    assert not probe.is_cached(make_factory(Own))
-    assert probe.is_cached(make_factory(Own))
+    counting = CountingProbe()
+    counting.ask(make_factory(CustomSGD))
+    CustomSGD.nesterov_by_default = True
+    assert not counting.is_cached(make_factory(CustomSGD))
+    setattr(CustomSGD, "step", lambda *_: None)  # noqa: B010 (mypy refuses the assignment)
+    assert not counting.is_cached(make_factory(CustomSGD))
+    assert counting.is_cached(make_factory(CustomSGD))
 
 
 def scale_by_two(self: Any, closure: Any = None) -> None:
@@ -160,11 +160,11 @@ def test_replaced_code_is_probed_again() -> None:
     def step(self: Any, closure: Any = None) -> None:
         self.scale = 1.0
 
-    probe, own = CountingProbe(), type("Own", (SGD,), {"step": step})
-    probe.ask(make_factory(own))
-    assert probe.is_cached(make_factory(own))
+    counting, custom_class = CountingProbe(), type("Own", (SGD,), {"step": step})
+    counting.ask(make_factory(custom_class))
+    assert counting.is_cached(make_factory(custom_class))
     step.__code__ = scale_by_two.__code__
-    assert not probe.is_cached(make_factory(own))
+    assert not counting.is_cached(make_factory(custom_class))
 
 
 SCALE = 1.0
@@ -177,11 +177,11 @@ class ReadsGlobal(SGD):
 
 
 def test_cache_key_covers_globals_read_by_methods(monkeypatch: pytest.MonkeyPatch) -> None:
-    probe = CountingProbe()
-    probe.ask(make_factory(ReadsGlobal))
-    assert probe.is_cached(make_factory(ReadsGlobal))
+    counting = CountingProbe()
+    counting.ask(make_factory(ReadsGlobal))
+    assert counting.is_cached(make_factory(ReadsGlobal))
     monkeypatch.setitem(globals(), "SCALE", 2.0)
-    assert not probe.is_cached(make_factory(ReadsGlobal))
+    assert not counting.is_cached(make_factory(ReadsGlobal))
 
 
 class NotReferable(SGD):
@@ -191,16 +191,16 @@ class NotReferable(SGD):
 
 
 def test_class_without_weak_references_is_probed_uncached() -> None:
-    probe = CountingProbe()
-    assert probe.ask(make_factory(NotReferable)) == "NotReferable"
-    assert not probe.is_cached(make_factory(NotReferable))
+    counting = CountingProbe()
+    assert counting.ask(make_factory(NotReferable)) == "NotReferable"
+    assert not counting.is_cached(make_factory(NotReferable))
 
 
 def test_nothing_is_cached_inside_a_dispatch_mode() -> None:
-    probe = CountingProbe()
+    counting = CountingProbe()
     with FlopCounterMode(display=False):
-        probe.ask(make_factory())
-        assert not probe.is_cached(make_factory())
+        counting.ask(make_factory())
+        assert not counting.is_cached(make_factory())
 
 
 def make_sgd(params: Any, **options: Any) -> SGD:
@@ -208,22 +208,22 @@ def make_sgd(params: Any, **options: Any) -> SGD:
 
 
 def test_incomparable_factories_and_options_are_not_cached() -> None:
-    probe = CountingProbe()
-    for one in (make_factory(make_sgd), make_factory(schedule=object())):
-        probe.ask(one)
-        assert not probe.is_cached(one)
+    counting = CountingProbe()
+    for factory in (make_factory(make_sgd), make_factory(schedule=object())):
+        counting.ask(factory)
+        assert not counting.is_cached(factory)
 
 
 def test_cache_does_not_keep_classes_alive() -> None:
-    class Own(SGD):
+    class CustomSGD(SGD):
         def step(self, closure: Any = None) -> Any:
             return super().step(closure)
 
-    probe_traits(make_factory(Own))
-    gone = weakref.ref(Own)
-    del Own
+    probe_traits(make_factory(CustomSGD))
+    class_ref = weakref.ref(CustomSGD)
+    del CustomSGD
     gc.collect()
-    assert gone() is None
+    assert class_ref() is None
 
 
 def test_failures_are_not_cached() -> None:
@@ -232,17 +232,17 @@ def test_failures_are_not_cached() -> None:
     def fail(_: OptimizerFactory) -> str:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    probe = CountingProbe(fail)
-    assert probe.ask(make_factory()) == "failed"
-    assert not probe.is_cached(make_factory())
+    counting = CountingProbe(fail)
+    assert counting.ask(make_factory()) == "failed"
+    assert not counting.is_cached(make_factory())
 
 
 def test_probe_is_repeated_after_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
+    def run_out_of_memory(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(SGD, "step", full)
+        patch.setattr(SGD, "step", run_out_of_memory)
         assert probe_traits(make_factory(momentum=0.9)) == OptimizerTraits()
     assert probe_traits(make_factory(momentum=0.9)).param_shaped_keys == {"momentum_buffer"}
 

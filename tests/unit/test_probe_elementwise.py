@@ -1,10 +1,10 @@
-"""The probe that decides whether an optimizer is elementwise, so that its parameters may be split anywhere."""
+"""The probe that decides whether an optimizer is elementwise, which allows splitting its parameters anywhere."""
 
 from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,23 +20,16 @@ from zeroshard.engine.probe import probe_split_rule
 Shapes = list[tuple[int, ...]]
 SHAPES: Shapes = [(4, 3), (7,), (2, 3, 2)]
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one thread: on a busy machine, thread synchronization takes seconds."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def is_elementwise(made: OptimizerFactory) -> bool:
+def is_elementwise(factory: OptimizerFactory) -> bool:
     """Return whether parameters may be split anywhere."""
-    found = probe_split_rule(made)
-    return found is not None and found.granularity.is_elementwise
+    rule = probe_split_rule(factory)
+    return rule is not None and rule.granularity.is_elementwise
 
 
-def recipe(
+def make_factory(
     factory: Callable[..., Optimizer], shapes: Shapes = SHAPES, dtype: torch.dtype = torch.float32, **defaults: Any
 ) -> OptimizerFactory:
     params = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
@@ -63,26 +56,26 @@ ELEMENTWISE: list[tuple[type[Optimizer], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("cls", "options"), ELEMENTWISE, ids=lambda it: getattr(it, "__name__", None))
+@pytest.mark.parametrize(("cls", "options"), ELEMENTWISE, ids=lambda case: getattr(case, "__name__", None))
 def test_elementwise_torch_optimizers(cls: type[Optimizer], options: dict[str, Any]) -> None:
-    assert is_elementwise(recipe(cls, **options))
+    assert is_elementwise(make_factory(cls, **options))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
 def test_elementwise_in_every_dtype(dtype: torch.dtype) -> None:
     for cls in (optim.SGD, optim.AdamW):
-        assert is_elementwise(recipe(cls, dtype=dtype, lr=0.1))
+        assert is_elementwise(make_factory(cls, dtype=dtype, lr=0.1))
 
 
 @pytest.mark.parametrize("shapes", [[()], [(0,)], [(3,)], [(2, 0)], [(2, 3, 2, 2, 2)]], ids=str)
 def test_elementwise_for_any_shape(shapes: Shapes) -> None:
-    assert is_elementwise(recipe(optim.AdamW, shapes))
+    assert is_elementwise(make_factory(optim.AdamW, shapes))
 
 
 @pytest.mark.parametrize("cls", [optim.Adafactor, optim.Muon, optim.SparseAdam, optim.LBFGS])
 def test_other_torch_optimizers_are_not_elementwise(cls: type[Optimizer]) -> None:
     matrices: Shapes = [(4, 3), (5, 5)]
-    assert not is_elementwise(recipe(cls, matrices))
+    assert not is_elementwise(make_factory(cls, matrices))
 
 
 # ---- custom optimizers
@@ -92,7 +85,7 @@ def norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor))
 
 
-class Own(Optimizer):
+class GradientDescent(Optimizer):
     """Gradient descent in a direction that subclasses define."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
@@ -110,12 +103,12 @@ class Own(Optimizer):
         return param.grad
 
 
-class ElementClipping(Own):
+class ElementClipping(GradientDescent):
     def direction(self, param: Tensor) -> Tensor:
         return super().direction(param).clamp(-1, 1)
 
 
-class Lion(Own):
+class Lion(GradientDescent):
     """Updates by the sign of a moving average."""
 
     def direction(self, param: Tensor) -> Tensor:
@@ -126,7 +119,7 @@ class Lion(Own):
         return update
 
 
-class Lamb(Own):
+class Lamb(GradientDescent):
     """Scales the update of a layer by the norm of its weights."""
 
     def direction(self, param: Tensor) -> Tensor:
@@ -135,7 +128,7 @@ class Lamb(Own):
         return update * (norm(param) / norm(update))
 
 
-class NormClipping(Own):
+class NormClipping(GradientDescent):
     """Uses a norm only above a threshold."""
 
     def direction(self, param: Tensor) -> Tensor:
@@ -143,7 +136,7 @@ class NormClipping(Own):
         return grad * min(1.0, 1000 / norm(grad))
 
 
-class SmallMeanBoost(Own):
+class SmallMeanBoost(GradientDescent):
     """Uses a mean only below a threshold."""
 
     def direction(self, param: Tensor) -> Tensor:
@@ -152,7 +145,7 @@ class SmallMeanBoost(Own):
         return grad / mean if mean < 0.1 else grad
 
 
-class ByDimensions(Own):
+class ByDimensions(GradientDescent):
     """Applies weight decay to parameters with two or more dimensions, as is usual for transformers."""
 
     def direction(self, param: Tensor) -> Tensor:
@@ -160,7 +153,7 @@ class ByDimensions(Own):
         return grad + 0.1 * param if param.dim() >= 2 else grad
 
 
-class MatricesOnly(Own):
+class MatricesOnly(GradientDescent):
     """Treats matrices differently, but neither vectors nor convolution kernels."""
 
     def direction(self, param: Tensor) -> Tensor:
@@ -168,7 +161,7 @@ class MatricesOnly(Own):
         return grad / grad.abs().sum(dim=1, keepdim=True) if param.dim() == 2 else grad
 
 
-class ScalarsOnly(Own):
+class ScalarsOnly(GradientDescent):
     """Treats scalars (temperatures, gates) differently."""
 
     def direction(self, param: Tensor) -> Tensor:
@@ -176,15 +169,15 @@ class ScalarsOnly(Own):
         return grad if param.dim() else 10 * grad
 
 
-class Quantizing(Own):
+class Quantizing(GradientDescent):
     """Keeps the momentum of large parameters in 8 bits, with one scale per block."""
 
     block = 2048
-    least = 4096
+    min_numel = 4096
 
     def direction(self, param: Tensor) -> Tensor:
         grad, state = super().direction(param), self.state[param]
-        if param.numel() < self.least:
+        if param.numel() < self.min_numel:
             return grad
         old = state["codes"].float() * state["scales"] if state else torch.zeros(())
         momentum = self._blocks(grad) + 0.9 * old
@@ -197,26 +190,26 @@ class Quantizing(Own):
         return torch.nn.functional.pad(flat, (0, -len(flat) % self.block)).view(-1, self.block)
 
 
-class Noisy(Own):
+class TorchNoise(GradientDescent):
     def direction(self, param: Tensor) -> Tensor:
         return super().direction(param) + torch.randn_like(param)
 
 
-class NoisyByPython(Own):
+class PythonNoise(GradientDescent):
     """Draws one number per parameter."""
 
     def direction(self, param: Tensor) -> Tensor:
         return super().direction(param) * random.random()
 
 
-class NoisyByItself(Own):
+class FixedNoise(GradientDescent):
     """Draws the same numbers every time."""
 
     def direction(self, param: Tensor) -> Tensor:
         return super().direction(param) + torch.rand(param.shape, generator=torch.Generator().manual_seed(1))
 
 
-class KeepsNorm(Own):
+class KeepsNorm(GradientDescent):
     """Elementwise update, but keeps a norm of the whole parameter as state."""
 
     def direction(self, param: Tensor) -> Tensor:
@@ -225,7 +218,7 @@ class KeepsNorm(Own):
         return grad
 
 
-class KeepsRows(Own):
+class KeepsRows(GradientDescent):
     """Elementwise update, but keeps one state value per row."""
 
     def direction(self, param: Tensor) -> Tensor:
@@ -233,14 +226,14 @@ class KeepsRows(Own):
         return super().direction(param)
 
 
-class Together(Own):
+class ScaledByParamCount(GradientDescent):
     """Scales each update by the number of parameters."""
 
     def direction(self, param: Tensor) -> Tensor:
         return super().direction(param) * sum(len(group["params"]) for group in self.param_groups)
 
 
-class Unsteppable(Own):
+class Unsteppable(GradientDescent):
     def step(self, *, scale: float) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["lr"] = scale
@@ -262,65 +255,70 @@ class OptionalNorm(Optimizer):
                     param.sub_(grad / (norm(grad) if group["normalize"] else 1.0), alpha=group["lr"])
 
 
-@pytest.mark.parametrize("cls", [Own, ElementClipping, Lion])
+@pytest.mark.parametrize("cls", [GradientDescent, ElementClipping, Lion])
 def test_custom_elementwise_optimizers(cls: type[Optimizer]) -> None:
-    assert is_elementwise(recipe(cls))
+    assert is_elementwise(make_factory(cls))
 
 
 @pytest.mark.parametrize(
     "cls",
     [
-        *(Lamb, NormClipping, SmallMeanBoost, ByDimensions, Quantizing, Noisy, NoisyByPython, NoisyByItself),
-        *(KeepsNorm, KeepsRows, Together, Unsteppable),
+        *(Lamb, NormClipping, SmallMeanBoost, ByDimensions, Quantizing, TorchNoise, PythonNoise, FixedNoise),
+        *(KeepsNorm, KeepsRows, ScaledByParamCount, Unsteppable),
     ],
 )
 def test_custom_optimizers_that_are_not_elementwise(cls: type[Optimizer]) -> None:
-    assert not is_elementwise(recipe(cls))
+    assert not is_elementwise(make_factory(cls))
 
 
 @pytest.mark.parametrize("shapes", [[(4, 3)], [(4, 3), (7,)], [(4, 3), (8, 4, 3, 3)], [(8, 4, 3, 3), (7,), (4, 3)]])
 def test_dimension_dependent_optimizer_is_not_elementwise_for_matrices(shapes: Shapes) -> None:
-    assert not is_elementwise(recipe(MatricesOnly, shapes))
+    assert not is_elementwise(make_factory(MatricesOnly, shapes))
 
 
 def test_scalar_dependent_optimizer_is_elementwise_only_without_scalars() -> None:
-    assert not is_elementwise(recipe(ScalarsOnly, [(), (4, 3)]))
-    assert is_elementwise(recipe(ScalarsOnly, [(7,)]))
+    assert not is_elementwise(make_factory(ScalarsOnly, [(), (4, 3)]))
+    assert is_elementwise(make_factory(ScalarsOnly, [(7,)]))
 
 
 def test_dimension_dependent_optimizer_is_elementwise_for_vectors() -> None:
-    assert is_elementwise(recipe(ByDimensions, [(7,), (3,)]))
+    assert is_elementwise(make_factory(ByDimensions, [(7,), (3,)]))
 
 
 def test_small_learning_rate_does_not_hide_differences() -> None:
-    assert not is_elementwise(recipe(Lamb, lr=0.0))
-    assert not is_elementwise(recipe(Lamb, lr=1e-9))
+    assert not is_elementwise(make_factory(Lamb, lr=0.0))
+    assert not is_elementwise(make_factory(Lamb, lr=1e-9))
 
 
 def test_every_group_is_probed() -> None:
-    def grouped(**second: Any) -> OptimizerFactory:
+    def make_grouped(**second: Any) -> OptimizerFactory:
         groups: list[dict[str, Any]] = [{"params": [torch.nn.Parameter(torch.ones(shape))]} for shape in SHAPES]
         groups[1].update(second)
         return OptimizerFactory(OptionalNorm, [*groups, {"params": []}], False, {})
 
-    assert is_elementwise(grouped())
-    assert not is_elementwise(grouped(normalize=True))
+    assert is_elementwise(make_grouped())
+    assert not is_elementwise(make_grouped(normalize=True))
 
 
 def test_probing_has_no_side_effects() -> None:
     calls: list[str] = []
     hook = register_optimizer_step_pre_hook(lambda *_: calls.append("step"))
     lr = torch.tensor(0.1)
-    factories = [recipe(Noisy), recipe(NoisyByPython), recipe(partial(optim.Adam, lr=lr)), recipe(Unsteppable)]
-    kept = [param.detach().clone() for one in factories for param in one.groups[0]["params"]]
-    numbers, words, filters = torch.get_rng_state(), random.getstate(), list(warnings.filters)
-    for one in factories:
-        is_elementwise(one)
+    factories = [
+        make_factory(TorchNoise),
+        make_factory(PythonNoise),
+        make_factory(partial(optim.Adam, lr=lr)),
+        make_factory(Unsteppable),
+    ]
+    values = [param.detach().clone() for factory in factories for param in factory.groups[0]["params"]]
+    torch_state, python_state, filters = torch.get_rng_state(), random.getstate(), list(warnings.filters)
+    for factory in factories:
+        is_elementwise(factory)
     hook.remove()
     assert not calls
-    assert torch.equal(torch.get_rng_state(), numbers)
-    assert random.getstate() == words
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert random.getstate() == python_state
     assert list(warnings.filters) == filters
     assert lr == torch.tensor(0.1)
-    params = [param for one in factories for param in one.groups[0]["params"]]
-    assert all(torch.equal(param, before) and param.grad is None for param, before in zip(params, kept, strict=True))
+    params = [param for factory in factories for param in factory.groups[0]["params"]]
+    assert all(torch.equal(param, before) and param.grad is None for param, before in zip(params, values, strict=True))

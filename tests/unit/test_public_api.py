@@ -72,9 +72,9 @@ METHODS = {
 
 def run_python(code: str, *options: str) -> str:
     """Run `code` in a fresh interpreter and return its output."""
-    done = subprocess.run([sys.executable, *options, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    result = subprocess.run([sys.executable, *options, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def test_public_names() -> None:
@@ -125,17 +125,17 @@ def test_error_hierarchy() -> None:
 
 
 def signature_of(function: Any) -> list[tuple[str, Any, Any]]:
-    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+    return [(param.name, param.kind, param.default) for param in inspect.signature(function).parameters.values()]
 
 
 def test_signature_and_keyword_only_config() -> None:
-    word, keyword, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY, inspect._empty
+    positional, keyword, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY, inspect._empty
     assert signature_of(ZeroRedundancyOptimizer) == [
-        ("params", word, empty),
-        ("optimizer_class", word, empty),
-        ("process_group", word, None),
-        ("parameters_as_bucket_view", word, False),
-        ("overlap_with_ddp", word, False),
+        ("params", positional, empty),
+        ("optimizer_class", positional, empty),
+        ("process_group", positional, None),
+        ("parameters_as_bucket_view", positional, False),
+        ("overlap_with_ddp", positional, False),
         ("config", keyword, None),
         ("defaults", inspect.Parameter.VAR_KEYWORD, empty),
     ]
@@ -174,8 +174,8 @@ def test_public_functions_are_typed() -> None:
     functions += [zeroshard.broadcast_object, *(getattr(ddp_hooks, name) for name in HOOKS)]
     for function in functions:
         hints = get_type_hints(function)
-        named = [p for p in inspect.signature(function).parameters if p != "self"]
-        assert hints.keys() == {*named, "return"}, function
+        params = [param for param in inspect.signature(function).parameters if param != "self"]
+        assert hints.keys() == {*params, "return"}, function
 
 
 def test_optional_modules_are_imported_lazily() -> None:
@@ -197,6 +197,22 @@ def test_import_gives_no_warnings_and_only_imports_torch() -> None:
         print(*sorted(fresh - sys.stdlib_module_names))
     """
     assert set(run_python(code, "-W", "error").split()) <= {"zeroshard", "torch"}
+
+
+def test_checkpoint_without_numpy_says_how_to_install_it() -> None:
+    code = """if True:
+        import sys
+        sys.modules["numpy"] = None
+        import zeroshard
+        try:
+            import zeroshard.checkpoint
+        except ImportError as error:
+            print(type(error).__name__, error)
+    """
+    expected = (
+        "zeroshard.checkpoint needs numpy, which torch.distributed.checkpoint uses. Install it: pip install numpy"
+    )
+    assert run_python(code, "-W", "ignore") == f"ModuleNotFoundError {expected}\n"
 
 
 def test_works_without_extras_numpy_and_torch_zero() -> None:

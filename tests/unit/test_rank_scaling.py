@@ -17,12 +17,10 @@ from hypothesis import strategies as st
 import zeroshard
 from tests.support.oracles import spec
 from tests.support.tiers import sampled
-from tests.unit.test_partition import GROUPS, WORLD_SIZES, Groups, steadily
+from tests.unit.test_partition import GROUPS, WORLD_SIZES, Groups, deterministic_examples
 from zeroshard._types import Rank, Span
 from zeroshard.comm import nccl
-from zeroshard.comm.transport import non_empty_shards
 from zeroshard.layout import layout as layouts
-from zeroshard.layout import layout as shards
 from zeroshard.layout import partition
 from zeroshard.layout.layout import EqualShards, ExplicitShards, Layout, WholeParamShards
 from zeroshard.layout.partition import FlatShards, MixedPartitioner, WholeParams, compute_balance
@@ -32,8 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 FEW, MANY = 8, 4096
 
 
-def numel_cost(one: ParamSpec) -> float:
-    return one.numel
+def numel_cost(param_spec: ParamSpec) -> float:
+    return param_spec.numel
 
 
 PARTITIONERS: dict[str, Any] = {
@@ -46,33 +44,33 @@ PARTITIONERS: dict[str, Any] = {
 class CountingFactory:
     """Stands in for a class and counts the instances it creates."""
 
-    def __init__(self, made: type) -> None:
-        self._made, self.count = made, 0
+    def __init__(self, cls: type) -> None:
+        self._cls, self.count = cls, 0
 
     def __call__(self, *args: Any) -> Any:
         self.count += 1
-        return self._made(*args)
+        return self._cls(*args)
 
 
 def count_objects(kind: str, ranks: int) -> Counter[str]:
     """Count the objects that one rank creates to lay out 2,000 parameters in 400 buckets and find its own."""
     specs = [spec(i, (512 if i % 5 else 1024,), group=i % 2) for i in range(2000)]
-    spans, pieces = CountingFactory(Span), CountingFactory(layouts.ParamShard)
+    spans, param_shards = CountingFactory(Span), CountingFactory(layouts.ParamShard)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (layouts, partition, shards):
+        for module in (layouts, partition):
             patch.setattr(module, "Span", spans)
-        patch.setattr(layouts, "ParamShard", pieces)
+        patch.setattr(layouts, "ParamShard", param_shards)
         layout = PARTITIONERS[kind].extend(Layout.empty(ranks), specs)
         assert layout.params_owned_by(Rank(3))
         assert layout.digest
         assert kind == "whole" or len(layout.buckets) >= 400
-    return Counter(spans=spans.count, pieces=pieces.count)
+    return Counter(spans=spans.count, param_shards=param_shards.count)
 
 
 @sampled("kind", PARTITIONERS)
 def test_object_count_does_not_grow_with_world_size(kind: str) -> None:
     few, many = count_objects(kind, FEW), count_objects(kind, MANY)
-    assert many["pieces"] <= few["pieces"] <= 2000
+    assert many["param_shards"] <= few["param_shards"] <= 2000
     # Whole-parameter buckets have one span per rank with a non-empty shard, so at most one per parameter.
     assert many["spans"] <= few["spans"] + (0 if kind == "flat" else 3 * 2000)
 
@@ -85,28 +83,27 @@ def test_loads_are_computed_without_param_shards(kind: str, monkeypatch: pytest.
     assert sum(compute_balance(layout, numel_cost).cost_per_rank) == pytest.approx(400 * 5000)
 
 
-@steadily
+@deterministic_examples
 @given(GROUPS, WORLD_SIZES, st.sampled_from(list(PARTITIONERS)), st.booleans())
 def test_loads_match_sum_over_param_shards(groups: Groups, world_size: int, kind: str, trainable: bool) -> None:
     layout = PARTITIONERS[kind].extend(Layout.empty(world_size), make_param_specs(groups))
     expected = [0] * world_size
-    for piece in (piece for bucket in layout.buckets for piece in bucket.param_shards):
-        one = layout.params[piece.param]
-        if one.trainable == trainable and one.storage_numel:
-            expected[piece.owner] += piece.in_param.length * one.numel // one.storage_numel
+    for param_shard in (param_shard for bucket in layout.buckets for param_shard in bucket.param_shards):
+        param_spec = layout.params[param_shard.param]
+        if param_spec.trainable == trainable and param_spec.storage_numel:
+            expected[param_shard.owner] += param_shard.in_param.length * param_spec.numel // param_spec.storage_numel
     assert layout.numel_per_rank(trainable=trainable) == expected
 
 
 def test_empty_shards_are_not_visited(monkeypatch: pytest.MonkeyPatch) -> None:
     whole_shards = WholeParamShards({Rank(7): Span(0, 5), Rank(9): Span(5, 5), Rank(4000): Span(5, 8)}, MANY)
     monkeypatch.delattr(ExplicitShards, "_span_of")
-    assert list(non_empty_shards(whole_shards)) == [(7, Span(0, 5)), (4000, Span(5, 8))]
+    assert list(whole_shards.non_empty()) == [(7, Span(0, 5)), (4000, Span(5, 8))]
 
 
-def test_non_empty_shards_of_any_shard_list() -> None:
-    equal = EqualShards(2, 4, 5)
+def test_non_empty_equal_shards() -> None:
     expected = [(0, Span(0, 2)), (1, Span(2, 4)), (2, Span(4, 5))]
-    assert list(non_empty_shards(equal)) == list(non_empty_shards(list(equal))) == expected
+    assert list(EqualShards(2, 4, 5).non_empty()) == expected
 
 
 @pytest.mark.parametrize("ranks", [nccl.MAX_SEQUENTIAL_ADDS + 1, MANY])
@@ -115,9 +112,9 @@ def test_batched_sum_over_many_ranks(ranks: int) -> None:
         def wait(self) -> None:
             pass
 
-    rows, into = torch.randn(ranks, 5).bfloat16(), torch.empty(5)
-    nccl._BatchedSumWork(rows, CompletedWork(), into, 1 / ranks).wait()
-    torch.testing.assert_close(into, rows.double().mean(0).float(), rtol=1e-4, atol=1e-6)
+    contributions, output = torch.randn(ranks, 5).bfloat16(), torch.empty(5)
+    nccl._BatchedSumWork(contributions, CompletedWork(), output, 1 / ranks).wait()
+    torch.testing.assert_close(output, contributions.double().mean(0).float(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.timeout(400)
@@ -125,8 +122,8 @@ def test_batched_sum_over_many_ranks(ranks: int) -> None:
 def test_one_of_4096_ranks_updates_its_shard(kind: str) -> None:
     """2,000 parameters on 4,096 fake ranks, in a subprocess."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.unit.test_rank_scaling", kind]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=360, check=False)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=360, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def main(kind: str, rank: int = 1234, steps: int = 3) -> None:
@@ -137,19 +134,21 @@ def main(kind: str, rank: int = 1234, steps: int = 3) -> None:
     shapes: list[tuple[int, ...]] = [(64 * (1 + i % 64),) if i % 2 else (8, 8 * (1 + i % 16)) for i in range(2000)]
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(shape)) for shape in shapes])
     plain = [torch.nn.Parameter(param.detach().clone()) for param in model]
-    sharded, reference, share = make_optimizers(kind, model, plain)
+    sharded, reference, weight = make_optimizers(kind, model, plain)
     for _ in range(steps):
         grads = [torch.randn_like(param) for param in plain]
         products = [(ours * grad).view(-1) for ours, grad in zip(model, grads, strict=True)]
         torch.cat(products).sum().backward()  # type: ignore[no-untyped-call]
         for theirs, grad in zip(plain, grads, strict=True):
-            theirs.grad = grad * share
+            theirs.grad = grad * weight
         sharded.step()
         sharded.zero_grad()
         reference()
-    mine = [piece for bucket in sharded.layout.buckets for piece in bucket.param_shards_of_rank(Rank(rank))]
-    assert mine
-    for param, in_param, *_ in mine:
+    own_shards = [
+        param_shard for bucket in sharded.layout.buckets for param_shard in bucket.param_shards_of_rank(Rank(rank))
+    ]
+    assert own_shards
+    for param, in_param, *_ in own_shards:
         ours, theirs = (params[param].detach().view(-1)[slice(*in_param)] for params in (model, plain))
         assert torch.equal(ours, theirs), f"parameter {param}: {(ours - theirs).abs().max()}"
 
@@ -157,7 +156,7 @@ def main(kind: str, rank: int = 1234, steps: int = 3) -> None:
 def make_optimizers(
     kind: str, model: torch.nn.ParameterList, plain: list[torch.nn.Parameter]
 ) -> tuple[Any, Any, float]:
-    """Return the sharded optimizer, the plain step, and this rank's weight in the average (the others send nothing)."""
+    """Return the sharded optimizer, the plain step, and this rank's weight in the average (others send nothing)."""
     if kind == "dropin":
         return (
             zeroshard.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW),
@@ -170,8 +169,8 @@ def make_optimizers(
         zeroshard.ParamRule(zeroshard.matrix_params(), torch.optim.SGD, partition=WholeParams(), momentum=0.9),
         zeroshard.ParamRule(zeroshard.remaining_params, torch.optim.AdamW),
     ]
-    matrices = torch.optim.SGD([it for it in plain if it.dim() == 2], momentum=0.9)
-    rest = torch.optim.AdamW([it for it in plain if it.dim() == 1])
+    matrices = torch.optim.SGD([param for param in plain if param.dim() == 2], momentum=0.9)
+    rest = torch.optim.AdamW([param for param in plain if param.dim() == 1])
     return zeroshard.shard(model, rules), lambda: (matrices.step(), rest.step()), 1 / MANY
 
 

@@ -43,30 +43,30 @@ def user() -> Iterator[ModuleType]:
 
 
 @pytest.fixture(autouse=True)
-def _torchs_is_back() -> Iterator[None]:
+def _torch_is_restored() -> Iterator[None]:
     yield
     assert current_names() == [THEIRS] * 3
 
 
 def test_torch_names_are_replaced_inside_the_context(user: ModuleType) -> None:
-    with zeroshard.replace_torch() as done:
+    with zeroshard.replace_torch() as patch:
         assert current_names() == [OURS] * 3
         assert vars(user)["ZeRO"] is OURS[NAME]
         assert vars(user)["hook"] is OURS[HOOKS[0]]
         assert vars(user)["other"] is len
         assert {"a_user_of_torchs.ZeRO", "a_user_of_torchs.hook", f"torch.distributed.optim.{NAME}"} <= {
-            *done.patched_names
+            *patch.patched_names
         }
     assert vars(user)["ZeRO"] is THEIRS[NAME]
     assert vars(user)["hook"] is THEIRS[HOOKS[0]]
-    assert done.patched_names == ()
+    assert patch.patched_names == ()
 
 
 def test_private_torch_names_are_replaced_too() -> None:
     theirs = {name: vars(zero_redundancy_optimizer)[name] for name in compat.PATCHED_NAMES}
     with zeroshard.replace_torch():
         assert all(vars(zero_redundancy_optimizer)[name] is getattr(compat, name) for name in theirs)
-        assert not any(getattr(compat, name) is it for name, it in theirs.items())
+        assert not any(getattr(compat, name) is original for name, original in theirs.items())
     assert {name: vars(zero_redundancy_optimizer)[name] for name in theirs} == theirs
     assert vars(zero_redundancy_optimizer)["functional_optim_map"] is compat.functional_optim_map
 
@@ -78,10 +78,10 @@ def test_undone_after_exception() -> None:
 
 
 def test_second_undo_does_nothing(user: ModuleType) -> None:
-    done = zeroshard.replace_torch()
-    assert done.undo() == ()
+    patch = zeroshard.replace_torch()
+    assert patch.undo() == ()
     with zeroshard.replace_torch():
-        assert done.undo() == ()
+        assert patch.undo() == ()
         assert current_names() == [OURS] * 3
 
 
@@ -111,12 +111,12 @@ def test_outer_undo_before_inner_undo() -> None:
 
 
 def test_names_changed_by_others_are_left_alone(user: ModuleType) -> None:
-    done = zeroshard.replace_torch()
+    patch = zeroshard.replace_torch()
     vars(user)["ZeRO"] = dict
     del vars(user)["hook"]
     with pytest.warns(UserWarning, match=r"a_user_of_torchs\.ZeRO, a_user_of_torchs\.hook$") as caught:
-        left = done.undo()
-    assert left == ("a_user_of_torchs.ZeRO", "a_user_of_torchs.hook")
+        not_restored = patch.undo()
+    assert not_restored == ("a_user_of_torchs.ZeRO", "a_user_of_torchs.hook")
     assert vars(user)["ZeRO"] is dict
     assert not hasattr(user, "hook")
     assert caught[0].filename == __file__
@@ -125,9 +125,9 @@ def test_names_changed_by_others_are_left_alone(user: ModuleType) -> None:
 def test_module_with_two_names(user: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """For example a script in a spawned process: `__main__` and `__mp_main__`."""
     monkeypatch.setitem(sys.modules, "by_another_name", user)
-    done = zeroshard.replace_torch()
-    assert done.patched_names.count("a_user_of_torchs.ZeRO") == 1
-    assert done.undo() == ()
+    patch = zeroshard.replace_torch()
+    assert patch.patched_names.count("a_user_of_torchs.ZeRO") == 1
+    assert patch.undo() == ()
     assert vars(user)["ZeRO"] is THEIRS[NAME]
 
 
@@ -136,10 +136,10 @@ def test_lazy_modules_are_not_triggered(monkeypatch: pytest.MonkeyPatch) -> None
         def __getattr__(self, name: str) -> Any:
             raise AssertionError(name)
 
-    def loads(_: Any) -> Any:
+    def fail(_: Any) -> Any:
         raise AssertionError
 
-    proxy: Any = type("Proxy", (), {"__dict__": property(loads), "__class__": property(lambda _: ModuleType)})
+    proxy: Any = type("Proxy", (), {"__dict__": property(fail), "__class__": property(lambda _: ModuleType)})
     monkeypatch.setitem(sys.modules, "lazy", Lazy("lazy"))
     monkeypatch.setitem(sys.modules, "a_proxy", proxy())
     with zeroshard.replace_torch():
@@ -167,8 +167,8 @@ def test_no_warnings_in_fresh_interpreter() -> None:
         assert ZeroRedundancyOptimizer is zeroshard.ZeroRedundancyOptimizer
         assert torch.distributed.optim.ZeroRedundancyOptimizer is not ZeroRedundancyOptimizer
     """
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    result = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_warning_filters_are_unchanged() -> None:

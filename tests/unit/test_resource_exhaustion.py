@@ -38,7 +38,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def little_memory() -> Iterator[None]:
+def bounded_memory() -> Iterator[None]:
     tracemalloc.start()
     yield
     _, peak = tracemalloc.get_traced_memory()
@@ -63,7 +63,7 @@ def assert_metadata_rejected(directory: Path, content: bytes, match: str) -> Non
 
 @pytest.mark.parametrize("content", [b"\x80\x02Nr\xff\xff\xff\x07.", b"\x80\x02Np123456789\n.", b"Np123456789\n."])
 def test_large_memo_indices_allocate_no_memory(directory: Path, content: bytes) -> None:
-    assert_metadata_rejected(directory, content, r"not the metadata|cannot be read")
+    assert_metadata_rejected(directory, content, r"not checkpoint metadata|cannot be read")
 
 
 @pytest.mark.parametrize("opcode", [b"\x8e", b"\x96", b"\x8d", b"\x95", b"B", b"\x8b"])
@@ -76,29 +76,31 @@ def test_nested_keys_are_rejected_before_hashing(directory: Path, depth: int) ->
     """Hashing a deep key would overflow the stack."""
     deep = b")" + (b"\x85" if depth > 1000 else b"2\x86") * depth
     for content in (b"}" + deep + b"Ns.", b"}(" + deep + b"Nu.", b"\x8f(" + deep + b"\x90.", b"(" + deep + b"Nd."):
-        assert_metadata_rejected(directory, b"\x80\x04" + content, r"cannot be read: it has")
+        assert_metadata_rejected(directory, b"\x80\x04" + content, r"cannot be read")
     index = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n)\x81}X\x03\0\0\0fqn" + deep + b"sb"
-    assert_metadata_rejected(directory, b"\x80\x04}" + index + b"Ns.", "a MetadataIndex as a key|cannot be read")
+    assert_metadata_rejected(directory, b"\x80\x04}" + index + b"Ns.", "got MetadataIndex|cannot be read")
     pairs = b"ccollections\nOrderedDict\n]" + deep + b"N\x86a\x85R."
     assert_metadata_rejected(directory, b"\x80\x04" + pairs, "cannot be read")
 
 
-def set_storage_field(it: Metadata, field: str, value: Any) -> None:
-    for info in it.storage_data.values():
+def set_storage_field(dcp_metadata: Metadata, field: str, value: Any) -> None:
+    for info in dcp_metadata.storage_data.values():
         setattr(info, field, value)
 
 
 CORRUPTIONS: dict[str, Callable[[Metadata], object]] = {
-    "path": lambda it: it.planner_data.update({WEIGHT: nested(60)}),
-    "name": lambda it: set_storage_field(it, "relative_path", nested(60)),
-    "offset": lambda it: set_storage_field(it, "offset", nested(60)),
-    "length": lambda it: set_storage_field(it, "length", 1 << 100_000),
-    "transforms": lambda it: set_storage_field(it, "transform_descriptors", nested(60)),
-    "size": lambda it: setattr(it.state_dict_metadata[WEIGHT], "size", nested(60)),
-    "dimensions": lambda it: setattr(it.state_dict_metadata[WEIGHT], "size", torch.Size([1 << 62] * 100_000)),
-    "chunks": lambda it: setattr(it.state_dict_metadata[WEIGHT], "chunks", [nested(60)]),
-    "chunk": lambda it: setattr(it.state_dict_metadata[WEIGHT].chunks[0], "sizes", nested(60)),  # type: ignore[union-attr]
-    "dtype": lambda it: setattr(it.state_dict_metadata[WEIGHT].properties, "dtype", nested(60)),  # type: ignore[union-attr]
+    "path": lambda dcp_metadata: dcp_metadata.planner_data.update({WEIGHT: nested(60)}),
+    "name": lambda dcp_metadata: set_storage_field(dcp_metadata, "relative_path", nested(60)),
+    "offset": lambda dcp_metadata: set_storage_field(dcp_metadata, "offset", nested(60)),
+    "length": lambda dcp_metadata: set_storage_field(dcp_metadata, "length", 1 << 100_000),
+    "transforms": lambda dcp_metadata: set_storage_field(dcp_metadata, "transform_descriptors", nested(60)),
+    "size": lambda dcp_metadata: setattr(dcp_metadata.state_dict_metadata[WEIGHT], "size", nested(60)),
+    "dimensions": lambda dcp_metadata: setattr(
+        dcp_metadata.state_dict_metadata[WEIGHT], "size", torch.Size([1 << 62] * 100_000)
+    ),
+    "chunks": lambda dcp_metadata: setattr(dcp_metadata.state_dict_metadata[WEIGHT], "chunks", [nested(60)]),
+    "chunk": lambda dcp_metadata: setattr(dcp_metadata.state_dict_metadata[WEIGHT].chunks[0], "sizes", nested(60)),  # type: ignore[union-attr]
+    "dtype": lambda dcp_metadata: setattr(dcp_metadata.state_dict_metadata[WEIGHT].properties, "dtype", nested(60)),  # type: ignore[union-attr]
 }
 
 
@@ -122,14 +124,14 @@ def test_safe_repr() -> None:
 def test_overlapping_values_are_rejected(directory: Path) -> None:
     """Otherwise each value would allocate its own memory."""
 
-    def multiply(it: Metadata) -> None:
-        at, info = next((at, info) for at, info in it.storage_data.items() if at.fqn == WEIGHT)
+    def duplicate_weight(dcp_metadata: Metadata) -> None:
+        index, info = next((index, info) for index, info in dcp_metadata.storage_data.items() if index.fqn == WEIGHT)
         for number in range(1000):
-            it.state_dict_metadata[f"scheduler.{number}"] = it.state_dict_metadata[WEIGHT]
-            it.storage_data[replace(at, fqn=f"scheduler.{number}")] = info
+            dcp_metadata.state_dict_metadata[f"scheduler.{number}"] = dcp_metadata.state_dict_metadata[WEIGHT]
+            dcp_metadata.storage_data[replace(index, fqn=f"scheduler.{number}")] = info
 
-    edit_metadata(directory, multiply)
-    with pytest.raises(CheckpointError, match=r"contradicts itself: two values begin before byte \d+ of '__0_0"):
+    edit_metadata(directory, duplicate_weight)
+    with pytest.raises(CheckpointError, match=r"is inconsistent: two values overlap before byte \d+ of '__0_0"):
         CheckpointMetadata(directory)
 
 
@@ -137,22 +139,24 @@ def test_attributes_cannot_bypass_path_check(directory: Path) -> None:
     """OrderedDict accepts instance attributes, which take precedence over its methods."""
     (directory / "__0_0.distcp").rename(directory.parent / "outside")
 
-    def hide(it: Metadata) -> None:
-        places = {at: replace(info, relative_path="../outside") for at, info in it.storage_data.items()}
-        it.storage_data = OrderedDict(places)
-        it.storage_data.values = torch.Size
+    def hide_values_method(dcp_metadata: Metadata) -> None:
+        storage_data = {
+            index: replace(info, relative_path="../outside") for index, info in dcp_metadata.storage_data.items()
+        }
+        dcp_metadata.storage_data = OrderedDict(storage_data)
+        dcp_metadata.storage_data.values = torch.Size
 
-    edit_metadata(directory, hide)
+    edit_metadata(directory, hide_values_method)
     with pytest.raises(CheckpointError, match=r"\.metadata cannot be read"):
         CheckpointMetadata(directory)
 
 
 def compress_records(content: bytes) -> bytes:
-    found = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(found, "w", zipfile.ZIP_DEFLATED) as new:
+    compressed = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(compressed, "w", zipfile.ZIP_DEFLATED) as new:
         for name in old.namelist():
             new.writestr(name, old.read(name))
-    return found.getvalue()
+    return compressed.getvalue()
 
 
 def torch_save_bytes(value: Any) -> bytes:
@@ -170,7 +174,7 @@ needs_record_sizes = pytest.mark.skipif(
 def test_compressed_records_are_rejected() -> None:
     content = compress_records(torch_save_bytes(torch.zeros(4 * MIB)))
     assert len(content) < MIB
-    with pytest.raises(CheckpointError, match=r"its records take 1\d+ bytes, and it has \d+"):
+    with pytest.raises(CheckpointError, match=r"expected records of at most \d+ bytes, the size of the file, got 1\d+"):
         loads(content)
     assert parse_tensor_header(io.BytesIO(content), torch.float32) is None
 
@@ -180,20 +184,20 @@ def test_compressed_value_in_checkpoint_is_rejected(directory: Path) -> None:
     content = compress_records(torch_save_bytes(["x" * 4 * MIB]))
     (directory / "__0_0.distcp").write_bytes(content)
 
-    def point(it: Metadata) -> None:
-        at, info = next((at, info) for at, info in it.storage_data.items() if at.fqn == "note")
-        it.state_dict_metadata = {"note": it.state_dict_metadata["note"]}
-        it.storage_data = {at: replace(info, offset=0, length=len(content))}
+    def keep_only_note(dcp_metadata: Metadata) -> None:
+        index, info = next((index, info) for index, info in dcp_metadata.storage_data.items() if index.fqn == "note")
+        dcp_metadata.state_dict_metadata = {"note": dcp_metadata.state_dict_metadata["note"]}
+        dcp_metadata.storage_data = {index: replace(info, offset=0, length=len(content))}
 
-    edit_metadata(directory, point)
-    with pytest.raises(CheckpointError, match=r"'note' in .* cannot be read: its records take"):
+    edit_metadata(directory, keep_only_note)
+    with pytest.raises(CheckpointError, match=r"'note' in .* cannot be read: expected records of at most"):
         read_values(CheckpointMetadata(directory), {"note": None})
 
 
 def test_other_file_formats_are_rejected() -> None:
-    old = io.BytesIO()
-    torch.save(torch.ones(3), old, _use_new_zipfile_serialization=False)
-    for content in (b"", b"PK", old.getvalue(), pickle.dumps(3)):
+    legacy = io.BytesIO()
+    torch.save(torch.ones(3), legacy, _use_new_zipfile_serialization=False)
+    for content in (b"", b"PK", legacy.getvalue(), pickle.dumps(3)):
         with pytest.raises(RuntimeError, match="PytorchStreamReader"):
             loads(content)
 
@@ -209,8 +213,8 @@ def test_overlapping_elements_are_read_like_torch(
     (tmp_path / "it" / "__0_0.distcp").write_bytes(content)
     edit_metadata(
         tmp_path / "it",
-        lambda it: it.storage_data.update(
-            {at: replace(info, offset=0, length=len(content)) for at, info in it.storage_data.items()}
+        lambda dcp_metadata: dcp_metadata.storage_data.update(
+            {index: replace(info, offset=0, length=len(content)) for index, info in dcp_metadata.storage_data.items()}
         ),
     )
     target = torch.full(shape, -1.0)

@@ -1,4 +1,4 @@
-"""Assignment of parameters to rules, and errors about invalid or ambiguous rules."""
+"""Assignment of parameters to rules, and errors for invalid or ambiguous rules."""
 
 import functools
 import re
@@ -64,16 +64,16 @@ def test_exclude_words_and_patterns(name: str, words: list[str], excluded: bool)
     assert not matrix_params(exclude=words)(name, torch.zeros(3, 2, 1))
 
 
-@pytest.mark.parametrize("given", ["embed", ("embed", ""), (1,)])
-def test_exclude_must_be_a_sequence_of_strings(given: Any) -> None:
-    with pytest.raises(TypeError, match=re.escape("matrix_params(exclude=...) takes")):
-        matrix_params(exclude=given)
+@pytest.mark.parametrize("exclude", ["embed", ("embed", ""), (1,)])
+def test_exclude_must_be_a_sequence_of_strings(exclude: Any) -> None:
+    with pytest.raises(TypeError, match=re.escape("expected matrix_params(exclude=...) to be ")):
+        matrix_params(exclude=exclude)
 
 
 def test_params_are_assigned_in_model_order() -> None:
     model = TiedModel(tied=False)
-    given = [ParamRule(remaining_params, AdamW), ParamRule(matrix_params(("embed", "head")), Muon)]
-    rest, chosen = names_of(assign_params_to_rules(all_named_parameters(model), given))
+    rules = [ParamRule(remaining_params, AdamW), ParamRule(matrix_params(("embed", "head")), Muon)]
+    rest, chosen = names_of(assign_params_to_rules(all_named_parameters(model), rules))
     assert chosen == ["blocks.0.0.weight", "blocks.1.0.weight"]
     assert rest == [name for name, _ in model.named_parameters() if name not in chosen]
     assert rest[0] == "tok_embed.weight"
@@ -96,20 +96,20 @@ def test_frozen_params_are_assigned_too() -> None:
 
 @pytest.mark.parametrize("words", [("embed",), ("head",), ("embed", "head")])
 def test_tied_weight_is_excluded_by_any_of_its_names(words: tuple[str, ...]) -> None:
-    given = [ParamRule(matrix_params(words), Muon), ParamRule(remaining_params, AdamW)]
-    chosen, rest = names_of(assign_params_to_rules(all_named_parameters(TiedModel()), given))
+    rules = [ParamRule(matrix_params(words), Muon), ParamRule(remaining_params, AdamW)]
+    chosen, rest = names_of(assign_params_to_rules(all_named_parameters(TiedModel()), rules))
     assert chosen == ["blocks.0.0.weight", "blocks.1.0.weight"]
     assert rest[0] == "tok_embed.weight"
-    assert "lm_head.weight" not in rest, "it is there once"
+    assert "lm_head.weight" not in rest, "a tied weight is listed once"
 
 
-@pytest.mark.parametrize("wrapping", ["_orig_mod.", "_checkpoint_wrapped_module."])
-def test_selectors_see_names_without_wrapper_prefixes(wrapping: str) -> None:
-    named = [(f"{wrapping}embed.weight", MATRIX), (f"blocks.0.{wrapping}weight", torch.zeros(2, 2))]
-    given = [ParamRule(matrix_params(("embed.*",)), Muon), ParamRule(remaining_params, AdamW)]
-    assert names_of(assign_params_to_rules(named, given)) == [
-        [f"blocks.0.{wrapping}weight"],
-        [f"{wrapping}embed.weight"],
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "_checkpoint_wrapped_module."])
+def test_selectors_see_names_without_wrapper_prefixes(prefix: str) -> None:
+    named = [(f"{prefix}embed.weight", MATRIX), (f"blocks.0.{prefix}weight", torch.zeros(2, 2))]
+    rules = [ParamRule(matrix_params(("embed.*",)), Muon), ParamRule(remaining_params, AdamW)]
+    assert names_of(assign_params_to_rules(named, rules)) == [
+        [f"blocks.0.{prefix}weight"],
+        [f"{prefix}embed.weight"],
     ]
     seen: list[str] = []
 
@@ -126,7 +126,7 @@ def is_bias(name: str, _: Tensor) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("given", "problem"),
+    ("rules", "message"),
     [
         (
             [ParamRule(matrix_params(("embed", "head")), Muon), ParamRule(is_bias, SGD)],
@@ -146,52 +146,56 @@ def is_bias(name: str, _: Tensor) -> bool:
             [ParamRule(remaining_params, Muon), ParamRule(remaining_params, AdamW)],
             "several rules take 9 of the parameters: tok_embed.weight (rules 0 and 1), blocks.0.0.weight (rules 0 and "
             "1), blocks.0.0.bias (rules 0 and 1), blocks.0.1.weight (rules 0 and 1), blocks.0.1.bias (rules 0 and 1), "
-            "blocks.1.0.weight (rules 0 and 1), blocks.1.0.bias (rules 0 and 1), blocks.1.1.weight (rules 0 and 1), "
-            "....",
+            "blocks.1.0.weight (rules 0 and 1), blocks.1.0.bias (rules 0 and 1), blocks.1.1.weight (rules 0 and 1) "
+            "and 1 more. Every parameter needs one: make their selectors choose different ones.",
         ),
         (
             [ParamRule(matrix_params(exclude=("*",)), Muon), ParamRule(remaining_params, AdamW)],
-            "rule 0, ParamRule(matrix_params(exclude=('*',)), Muon), takes no parameter of the model: remove it",
+            "rule 0, ParamRule(matrix_params(exclude=('*',)), Muon), selects no parameter of the model. Remove it",
         ),
     ],
 )
-def test_ambiguous_rules_are_rejected(given: list[ParamRule], problem: str) -> None:
+def test_ambiguous_rules_are_rejected(rules: list[ParamRule], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        assign_params_to_rules(all_named_parameters(TiedModel()), given)
-    assert str(caught.value).startswith(problem)
+        assign_params_to_rules(all_named_parameters(TiedModel()), rules)
+    assert str(caught.value).startswith(message)
 
 
 def by_hand(params: Any) -> AdamW:
     return AdamW(params)
 
 
+EXPECTED_SELECTOR = "expected ParamRule(selector, ...) with a selector such as matrix_params()"
+EXPECTED_CLASS = "expected ParamRule(selector, optimizer_class) with a class such as torch.optim.AdamW"
+
+
 @pytest.mark.parametrize(
-    ("make", "problem"),
+    ("make", "message"),
     [
         (
             lambda: ParamRule(cast(Any, Muon), AdamW),
-            "a ParamRule takes a selector such as matrix_params(), not <class 'torch.optim",
+            f"{EXPECTED_SELECTOR}, got <class 'torch.optim",
         ),
         (
             lambda: ParamRule(matrix_params, Muon),  # type: ignore[arg-type]
-            "a ParamRule takes a selector such as matrix_params(), not <function matrix_params",
+            f"{EXPECTED_SELECTOR}, got <function matrix_params",
         ),
-        (lambda: ParamRule("embed", Muon), "a ParamRule takes a selector such as matrix_params(), not 'embed'"),  # type: ignore[arg-type]
-        (lambda: ParamRule(matrix_params(), "Muon"), "a ParamRule takes a class such as torch.optim.AdamW, not 'Muon'"),
+        (lambda: ParamRule("embed", Muon), f"{EXPECTED_SELECTOR}, got 'embed'"),  # type: ignore[arg-type]
+        (lambda: ParamRule(matrix_params(), "Muon"), f"{EXPECTED_CLASS}, got 'Muon'"),
         (
             lambda: ParamRule(matrix_params(), SGD([MATRIX], lr=0.1)),
-            "a ParamRule takes a class such as torch.optim.AdamW, not SGD (",
+            f"{EXPECTED_CLASS}, got SGD (",
         ),
         (
             lambda: ParamRule(matrix_params(), Muon, partition=FlatShards),  # type: ignore[arg-type]
-            "ParamRule(partition=...) takes FlatShards(...) or WholeParams(...), not <class",
+            "expected ParamRule(partition=...) to be FlatShards(...) or WholeParams(...), got <class",
         ),
     ],
 )
-def test_invalid_rule_arguments_are_rejected(make: Callable[[], ParamRule], problem: str) -> None:
+def test_invalid_rule_arguments_are_rejected(make: Callable[[], ParamRule], message: str) -> None:
     with pytest.raises((TypeError, ConfigError)) as caught:
         make()
-    assert str(caught.value).startswith(problem)
+    assert str(caught.value).startswith(message)
 
 
 def test_rule_options_and_repr() -> None:
@@ -203,19 +207,19 @@ def test_rule_options_and_repr() -> None:
 
 def test_remaining_params_cannot_be_called_directly() -> None:
     selector: Selector = remaining_params
-    with pytest.raises(NotImplementedError, match="when the other rules have chosen"):
+    with pytest.raises(NotImplementedError, match="resolved after all other rules"):
         selector("weight", MATRIX)
 
 
 def test_class_names_are_unique() -> None:
     classes = [Muon, AdamW, functools.partial(Muon, lr=1), by_hand, AdamW, AdamW]
-    found = make_class_names([ParamRule(matrix_params(), it) for it in classes])
-    assert found == ["Muon", "AdamW", "Muon 2", "by_hand", "AdamW 2", "AdamW 3"]
+    names = make_class_names([ParamRule(matrix_params(), cls) for cls in classes])
+    assert names == ["Muon", "AdamW", "Muon 2", "by_hand", "AdamW 2", "AdamW 3"]
 
 
 def test_unmatched_exclude_word_warns() -> None:
     """Otherwise an embedding with a different name would silently be trained as a matrix."""
     model = nn.ModuleDict({"tokens": nn.Embedding(4, 3), "lm_head": nn.Linear(3, 4)})
     rules = [ParamRule(matrix_params(exclude=("embed", "head", "*.gain")), Muon), ParamRule(remaining_params, AdamW)]
-    with pytest.warns(UserWarning, match=r"no parameter of the model has 'embed' or '\*.gain' in its name"):
+    with pytest.warns(UserWarning, match=r"no parameter name of the model contains 'embed' or '\*.gain'"):
         assign_params_to_rules(model.named_parameters(), rules)

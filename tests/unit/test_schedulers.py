@@ -12,7 +12,7 @@ import pytest
 from torch import optim
 from torch.optim import lr_scheduler
 
-from tests.support.oracles import SCHEDULERS, Twins, follow, two_groups
+from tests.support.oracles import SCHEDULERS, ParityRun, train_with_scheduler, two_groups
 
 SGD_OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 
@@ -26,7 +26,7 @@ def test_all_torch_schedulers_are_covered() -> None:
 def test_lr_scheduler_matches_plain_optimizer(name: str) -> None:
     for bucket_view in (False, True):
         zero_only = {"parameters_as_bucket_view": bucket_view}
-        sgd = Twins(optim.SGD, handed=two_groups, zero_only=zero_only, **SGD_OPTIONS)
-        adam = Twins(optim.AdamW, handed=two_groups, zero_only=zero_only, lr=0.1)
-        for twins in (sgd, adam):
-            assert len(follow(twins, SCHEDULERS[name])) > 1
+        sgd = ParityRun(optim.SGD, get_params=two_groups, zero_only=zero_only, **SGD_OPTIONS)
+        adam = ParityRun(optim.AdamW, get_params=two_groups, zero_only=zero_only, lr=0.1)
+        for parity in (sgd, adam):
+            assert len(train_with_scheduler(parity, SCHEDULERS[name])) > 1

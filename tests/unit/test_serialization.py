@@ -29,14 +29,14 @@ class Custom:
 
 def make_state() -> dict[str, Any]:
     """Build state with every container type that optimizers use, holding tensors 0 to 6 in order."""
-    t = [torch.full((2,), float(i)) for i in range(7)]
+    tensors = [torch.full((2,), float(i)) for i in range(7)]
     return {
-        "tensor": t[0],
-        "ordered": OrderedDict(b=t[1], a=1),
-        "default": defaultdict(list, {"x": [t[2]]}),
-        "pair": Pair(t[3], (t[4], None)),
-        "history": History([t[5], "text"]),
-        "deep": [{1: ({"y": t[6]},)}],
+        "tensor": tensors[0],
+        "ordered": OrderedDict(b=tensors[1], a=1),
+        "default": defaultdict(list, {"x": [tensors[2]]}),
+        "pair": Pair(tensors[3], (tensors[4], None)),
+        "history": History([tensors[5], "text"]),
+        "deep": [{1: ({"y": tensors[6]},)}],
         "size": torch.Size([2, 3]),
         "count": Counter(a=2),
         "plain": (1, 2.5, True, None, "s", b"b", 1j, torch.float16),
@@ -68,10 +68,10 @@ def test_map_tensors_preserves_container_types_and_order() -> None:
 
 
 def test_map_tensors_does_not_modify_its_input() -> None:
-    given = make_state()
-    map_tensors(given, lambda _: None)
-    assert has_same_structure(given, make_state())
-    assert [int(tensor[0]) for tensor in collect_tensors(given)] == list(range(7))
+    state = make_state()
+    map_tensors(state, lambda _: None)
+    assert has_same_structure(state, make_state())
+    assert [int(tensor[0]) for tensor in collect_tensors(state)] == list(range(7))
 
 
 def test_map_tensors_returns_other_values_unchanged() -> None:
@@ -81,36 +81,36 @@ def test_map_tensors_returns_other_values_unchanged() -> None:
 
 
 def test_snapshot_is_independent_of_its_source() -> None:
-    given = make_state() | {"custom": Custom([1])}
-    taken = snapshot_to_host(given)
-    for tensor in collect_tensors(given):
+    state = make_state() | {"custom": Custom([1])}
+    snapshot = snapshot_to_host(state)
+    for tensor in collect_tensors(state):
         tensor.fill_(99)
-    given["history"].append(1)
-    given["default"]["x"].clear()
-    given["deep"][0][1][0].clear()
-    given["custom"].value.append(2)
-    assert taken.pop("custom").value == [1]
-    assert has_same_structure(taken, make_state())
-    assert [int(tensor[0]) for tensor in collect_tensors(taken)] == list(range(7))
+    state["history"].append(1)
+    state["default"]["x"].clear()
+    state["deep"][0][1][0].clear()
+    state["custom"].value.append(2)
+    assert snapshot.pop("custom").value == [1]
+    assert has_same_structure(snapshot, make_state())
+    assert [int(tensor[0]) for tensor in collect_tensors(snapshot)] == list(range(7))
 
 
 def test_snapshot_holds_plain_tensors_with_same_strides() -> None:
     param = torch.nn.Parameter(torch.arange(6.0).view(2, 3).t())
-    taken = snapshot_to_host({"a": param, "b": param[:1], "c": param * 2})
-    assert all(not value.requires_grad and type(value) is torch.Tensor for value in taken.values())
-    assert torch.equal(taken["a"], param)
-    assert taken["a"].stride() == param.stride()
-    assert len({value.untyped_storage().data_ptr() for value in taken.values()}) == 3
+    snapshot = snapshot_to_host({"a": param, "b": param[:1], "c": param * 2})
+    assert all(not value.requires_grad and type(value) is torch.Tensor for value in snapshot.values())
+    assert torch.equal(snapshot["a"], param)
+    assert snapshot["a"].stride() == param.stride()
+    assert len({value.untyped_storage().data_ptr() for value in snapshot.values()}) == 3
 
 
 def test_deepcopy_except_tensors() -> None:
-    given = make_state() | {"custom": Custom([1])}
-    copied = deepcopy_except_tensors(given)
-    assert [id(tensor) for tensor in collect_tensors(copied)] == [id(tensor) for tensor in collect_tensors(given)]
-    assert copied["custom"].value is not given["custom"].value
-    assert copied["deep"][0] is not given["deep"][0]
-    del copied["custom"], given["custom"]
-    assert has_same_structure(copied, given)
+    state = make_state() | {"custom": Custom([1])}
+    copied = deepcopy_except_tensors(state)
+    assert [id(tensor) for tensor in collect_tensors(copied)] == [id(tensor) for tensor in collect_tensors(state)]
+    assert copied["custom"].value is not state["custom"].value
+    assert copied["deep"][0] is not state["deep"][0]
+    del copied["custom"], state["custom"]
+    assert has_same_structure(copied, state)
 
 
 BASE = torch.arange(120.0)
@@ -201,17 +201,17 @@ def test_params_are_extracted_as_plain_tensors() -> None:
 def test_sparse_tensors_stay_in_skeleton() -> None:
     skeleton, tensors = extract_tensors({"sparse": torch.eye(2).to_sparse(), "dense": torch.ones(1)})
     assert [tensor.shape for tensor in tensors] == [(1,)]
-    back = loads(dumps(skeleton))
-    assert torch.equal(back["sparse"].to_dense(), torch.eye(2))
-    assert back["dense"].is_meta
+    loaded = loads(dumps(skeleton))
+    assert torch.equal(loaded["sparse"].to_dense(), torch.eye(2))
+    assert loaded["dense"].is_meta
 
 
 def test_dumps_and_loads_round_trip() -> None:
-    plain = make_state()
-    del plain["pair"], plain["history"], plain["default"]
-    back = loads(dumps(plain))
-    assert has_same_structure(back, plain)
-    assert all(map(torch.equal, collect_tensors(back), collect_tensors(plain)))
+    state = make_state()
+    del state["pair"], state["history"], state["default"]
+    loaded = loads(dumps(state))
+    assert has_same_structure(loaded, state)
+    assert all(map(torch.equal, collect_tensors(loaded), collect_tensors(state)))
 
 
 def test_serialized_skeleton_excludes_tensor_data() -> None:

@@ -1,9 +1,9 @@
-"""Probe where an optimizer allows its parameters to be split: blockwise and whole-parameter optimizers."""
+"""The probe that decides where parameters may be split, for blockwise and whole-parameter optimizers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,24 +12,18 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from tests.support.optimizers import Blocks
-from tests.unit import test_probe_elementwise as own
-from tests.unit.test_probe_elementwise import Own, norm, recipe
+from tests.unit import test_probe_elementwise as optimizers
+from tests.unit.test_probe_elementwise import GradientDescent, make_factory, norm
 from zeroshard.engine.inner import OptimizerFactory
 from zeroshard.engine.probe import SplitRule, probe_split_rule, probe_traits
 from zeroshard.layout.partition import ShardGranularity
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def probe_granularity(factory: Callable[..., Optimizer], **options: Any) -> ShardGranularity | None:
-    found = probe_split_rule(recipe(factory, **options))
-    return None if found is None else found.granularity
+    rule = probe_split_rule(make_factory(factory, **options))
+    return None if rule is None else rule.granularity
 
 
 @pytest.mark.parametrize(
@@ -46,10 +40,10 @@ def test_unsupported_block_sizes_prevent_splitting() -> None:
 
 
 def test_elementwise_optimizer_may_be_split_anywhere() -> None:
-    assert probe_split_rule(recipe(AdamW)) == SplitRule()
+    assert probe_split_rule(make_factory(AdamW)) == SplitRule()
 
 
-class RMSClipping(Own):
+class RMSClipping(GradientDescent):
     """Scales the update by its RMS over the whole parameter once gradients grow."""
 
     def direction(self, param: Tensor) -> Tensor:
@@ -63,15 +57,23 @@ class RMSClipping(Own):
 @pytest.mark.parametrize(
     "cls",
     [
-        *(own.Lamb, own.NormClipping, own.SmallMeanBoost, own.ByDimensions, own.Quantizing, own.Noisy, own.KeepsNorm),
-        *(own.KeepsRows, own.Together, own.Unsteppable, RMSClipping),
+        *(
+            optimizers.Lamb,
+            optimizers.NormClipping,
+            optimizers.SmallMeanBoost,
+            optimizers.ByDimensions,
+            optimizers.Quantizing,
+            optimizers.TorchNoise,
+            optimizers.KeepsNorm,
+        ),
+        *(optimizers.KeepsRows, optimizers.ScaledByParamCount, optimizers.Unsteppable, RMSClipping),
     ],
 )
 def test_whole_param_optimizer_is_never_split(cls: type[Optimizer]) -> None:
-    assert probe_split_rule(recipe(cls)) is None
+    assert probe_split_rule(make_factory(cls)) is None
 
 
-class SquareMatrixState(Own):
+class SquareMatrixState(GradientDescent):
     """Keeps a square matrix as large as the first dimension."""
 
     largest = 0
@@ -83,20 +85,20 @@ class SquareMatrixState(Own):
 
 
 def test_memory_hungry_optimizer_is_probed_with_small_params() -> None:
-    assert probe_split_rule(recipe(SquareMatrixState, [(4, 3)])) is None
+    assert probe_split_rule(make_factory(SquareMatrixState, [(4, 3)])) is None
     assert SquareMatrixState.largest <= 128
 
 
 def test_coarsest_granularity_of_all_groups_is_used() -> None:
     sizes = [{"least": 1 << 30}, {"block": 128, "least": 2048}, {"block": 256, "least": 512}]
     groups: list[dict[str, Any]] = [{"params": [torch.nn.Parameter(torch.ones(4, 3))], **size} for size in sizes]
-    found = probe_split_rule(OptimizerFactory(Blocks, groups, False, {}))
-    assert found is not None
-    assert found.granularity == ShardGranularity(256, 2048)
+    rule = probe_split_rule(OptimizerFactory(Blocks, groups, False, {}))
+    assert rule is not None
+    assert rule.granularity == ShardGranularity(256, 2048)
     assert probe_split_rule(OptimizerFactory(Blocks, groups[:1], False, {})) == SplitRule()
 
 
-class SecondOrder(Own):
+class SecondOrder(GradientDescent):
     """Differentiates through the gradients."""
 
     def step(self) -> None:  # type: ignore[override]
@@ -107,7 +109,7 @@ class SecondOrder(Own):
                     param.sub_(curvature, alpha=0.1)
 
 
-class RequiresTrainMode(Own):
+class RequiresTrainMode(GradientDescent):
     """Steps only in train mode."""
 
     trains = False
@@ -121,11 +123,11 @@ class RequiresTrainMode(Own):
 
 
 def test_required_grads() -> None:
-    assert probe_traits(recipe(Own)).required_grads == ""
-    assert probe_traits(recipe(torch.optim.SparseAdam)).required_grads == "sparse"
-    assert probe_traits(recipe(SecondOrder)).required_grads == "graph"
-    assert probe_traits(recipe(own.Unsteppable)).required_grads == ""
+    assert probe_traits(make_factory(GradientDescent)).required_grads == ""
+    assert probe_traits(make_factory(torch.optim.SparseAdam)).required_grads == "sparse"
+    assert probe_traits(make_factory(SecondOrder)).required_grads == "graph"
+    assert probe_traits(make_factory(optimizers.Unsteppable)).required_grads == ""
 
 
 def test_probe_switches_to_train_mode() -> None:
-    assert probe_split_rule(recipe(RequiresTrainMode)) == SplitRule()
+    assert probe_split_rule(make_factory(RequiresTrainMode)) == SplitRule()

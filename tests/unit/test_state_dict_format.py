@@ -13,7 +13,7 @@ from torch.optim import AdamW
 
 from zeroshard.errors import CheckpointError
 from zeroshard.layout.spec import ParamSpec, make_param_specs
-from zeroshard.state import state_dict as compat
+from zeroshard.state import state_dict as state_dict_format
 from zeroshard.state.state_dict import SavedState, describe_options, extract_local_state_dict, pack_param_groups
 
 PARAM_SHAPED_KEYS = frozenset({"exp_avg", "exp_avg_sq"})
@@ -26,10 +26,10 @@ def make_stepped_adamw(*, named: bool = False, **options: Any) -> AdamW:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     params: list[Any] = list(model.named_parameters() if named else model.parameters())
     groups: list[dict[str, Any]] = [{"params": params[:2]}, {"params": params[2:], "lr": 0.5}]
-    made = AdamW(groups, **options)
+    optimizer = AdamW(groups, **options)
     model(torch.ones(1, 3)).sum().backward()
-    made.step()
-    return made
+    optimizer.step()
+    return optimizer
 
 
 def make_specs(optimizer: torch.optim.Optimizer) -> tuple[ParamSpec, ...]:
@@ -37,7 +37,7 @@ def make_specs(optimizer: torch.optim.Optimizer) -> tuple[ParamSpec, ...]:
 
 
 def parse(saved: Any, specs: tuple[ParamSpec, ...] | None = None) -> SavedState:
-    return compat.parse_state_dict(
+    return state_dict_format.parse_state_dict(
         saved, make_specs(make_stepped_adamw()) if specs is None else specs, 2, lambda _: PARAM_SHAPED_KEYS
     )
 
@@ -54,25 +54,25 @@ def mark_state(saved: dict[str, Any]) -> dict[str, Any]:
 
 def renumber(saved: dict[str, Any], ids: list[Any]) -> dict[str, Any]:
     """Return the same dict with other ids."""
-    groups = [{**group, "params": [ids[number] for number in group["params"]]} for group in saved["param_groups"]]
-    return {"state": {ids[number]: state for number, state in saved["state"].items()}, "param_groups": groups}
+    groups = [{**group, "params": [ids[index] for index in group["params"]]} for group in saved["param_groups"]]
+    return {"state": {ids[index]: state for index, state in saved["state"].items()}, "param_groups": groups}
 
 
 def test_pack_param_groups_matches_torch() -> None:
     for named in (True, False):
         optimizer = make_stepped_adamw(named=named, lr=torch.tensor(0.25), betas=(0.8, 0.9))
-        written, expected = pack_param_groups(optimizer.param_groups), optimizer.state_dict()["param_groups"]
-        assert written == expected
-        assert [list(group) for group in written] == [list(group) for group in expected]
-        assert [type(group["lr"]) for group in written] == [torch.Tensor, float]
+        packed, expected = pack_param_groups(optimizer.param_groups), optimizer.state_dict()["param_groups"]
+        assert packed == expected
+        assert [list(group) for group in packed] == [list(group) for group in expected]
+        assert [type(group["lr"]) for group in packed] == [torch.Tensor, float]
 
 
 def test_packed_groups_are_independent_of_their_source() -> None:
     optimizer = make_stepped_adamw(named=True, lr=torch.tensor(0.25))
-    written = pack_param_groups(optimizer.param_groups)
+    packed = pack_param_groups(optimizer.param_groups)
     optimizer.param_groups[0]["lr"].fill_(9)
     optimizer.param_groups[0]["param_names"].clear()
-    assert (written[0]["lr"].item(), written[0]["param_names"]) == (0.25, NAMES[:2])
+    assert (packed[0]["lr"].item(), packed[0]["param_names"]) == (0.25, NAMES[:2])
 
 
 @pytest.mark.parametrize("ids", [[0, 1, 2, 3], [7, 3, 12, 0], ["a", "b", "c", "d"]])
@@ -92,12 +92,12 @@ NAME_WRAPPERS: dict[str, Callable[[str], str]] = {
 }
 
 
-@pytest.mark.parametrize("spelling", NAME_WRAPPERS.values(), ids=NAME_WRAPPERS)
+@pytest.mark.parametrize("wrap_name", NAME_WRAPPERS.values(), ids=NAME_WRAPPERS)
 @pytest.mark.parametrize("as_ids", [True, False], ids=["names as ids", "param_names"])
-def test_names_take_precedence_over_positions(spelling: Callable[[str], str], as_ids: bool) -> None:
+def test_names_take_precedence_over_positions(wrap_name: Callable[[str], str], as_ids: bool) -> None:
     """The parameters of each group were saved in a different order."""
     specs = make_specs(make_stepped_adamw(named=True))
-    names = [spelling(NAMES[index]) for index in SHUFFLED_ORDER]
+    names = [wrap_name(NAMES[index]) for index in SHUFFLED_ORDER]
     saved = mark_state(make_stepped_adamw().state_dict())
     if as_ids:
         saved = renumber(saved, names)
@@ -118,8 +118,8 @@ def test_different_names_are_matched_by_position_with_warning() -> None:
     saved = mark_state(optimizer.state_dict())
     saved["param_groups"][0]["param_names"] = ["first", "second"]
     with pytest.warns(UserWarning, match="names in the loaded state dict differ.*by position"):
-        found = parse(saved, make_specs(optimizer))
-    assert get_marks(found) == [0, 1, 2, 3]
+        parsed = parse(saved, make_specs(optimizer))
+    assert get_marks(parsed) == [0, 1, 2, 3]
 
 
 def test_equal_names_do_not_warn() -> None:
@@ -132,9 +132,9 @@ def test_equal_names_do_not_warn() -> None:
 def test_global_state_is_kept_separately() -> None:
     saved = make_stepped_adamw().state_dict()
     saved["state"]["calls"] = 5
-    found = parse(saved)
-    assert found.shared_state == {"calls": 5}
-    assert extract_local_state_dict(found, [[], []])["state"] == {"calls": 5}
+    parsed = parse(saved)
+    assert parsed.shared_state == {"calls": 5}
+    assert extract_local_state_dict(parsed, [[], []])["state"] == {"calls": 5}
 
 
 def test_stale_id_matches_no_param() -> None:
@@ -169,7 +169,10 @@ def test_empty_group_is_counted() -> None:
     optimizer = make_stepped_adamw()
     optimizer.add_param_group({"params": []})
     saved = optimizer.state_dict()
-    assert len(compat.parse_state_dict(saved, make_specs(optimizer), 3, lambda _: PARAM_SHAPED_KEYS).groups) == 3
+    assert (
+        len(state_dict_format.parse_state_dict(saved, make_specs(optimizer), 3, lambda _: PARAM_SHAPED_KEYS).groups)
+        == 3
+    )
     with pytest.raises(CheckpointError, match="it has 3, this optimizer has 2"):
         parse(saved)
 
@@ -180,38 +183,38 @@ def modify_state_dict(change: Callable[[dict[str, Any]], object]) -> dict[str, A
     return saved
 
 
-NOT_A_STATE_DICT = "not an optimizer state dict: it needs 'state', a dict, and 'param_groups', a list of dicts"
+NOT_A_STATE_DICT = "expected an optimizer state dict with 'state', a dict, and 'param_groups', a list of dicts"
 INVALID_STATE_DICTS: dict[str, tuple[Any, str]] = {
     "not a dict": ([1, 2], NOT_A_STATE_DICT),
     "missing groups": ({"state": {}}, NOT_A_STATE_DICT),
     "groups not a list": ({"state": {}, "param_groups": {}}, NOT_A_STATE_DICT),
     "group not a dict": ({"state": {}, "param_groups": [1]}, NOT_A_STATE_DICT),
-    "group without params": (modify_state_dict(lambda d: d["param_groups"][1].pop("params")), NOT_A_STATE_DICT),
+    "group without params": (modify_state_dict(lambda saved: saved["param_groups"][1].pop("params")), NOT_A_STATE_DICT),
     "missing state": ({"param_groups": []}, NOT_A_STATE_DICT),
-    "state not a dict": (modify_state_dict(lambda d: d.update(state=[])), NOT_A_STATE_DICT),
+    "state not a dict": (modify_state_dict(lambda saved: saved.update(state=[])), NOT_A_STATE_DICT),
     "too few groups": (
-        modify_state_dict(lambda d: d["param_groups"].pop()),
+        modify_state_dict(lambda saved: saved["param_groups"].pop()),
         "number of parameter groups: it has 1, .* has 2",
     ),
     "too many groups": (
-        modify_state_dict(lambda d: d["param_groups"].append({"params": []})),
+        modify_state_dict(lambda saved: saved["param_groups"].append({"params": []})),
         "it has 3, this optimizer has 2",
     ),
     "too few params": (
-        modify_state_dict(lambda d: d["param_groups"][1]["params"].pop()),
+        modify_state_dict(lambda saved: saved["param_groups"][1]["params"].pop()),
         "group 1 has 1 parameters there and 2 here",
     ),
     "too many params": (
-        modify_state_dict(lambda d: d["param_groups"][0]["params"].append(9)),
+        modify_state_dict(lambda saved: saved["param_groups"][0]["params"].append(9)),
         "group 0 has 3 parameters there and 2 here",
     ),
     "duplicate param": (
-        modify_state_dict(lambda d: d["param_groups"][1].update(params=[0, 3])),
+        modify_state_dict(lambda saved: saved["param_groups"][1].update(params=[0, 3])),
         "lists a parameter twice",
     ),
     "different shape": (
-        modify_state_dict(lambda d: d["state"][2].update(exp_avg=torch.zeros(2, 3))),
-        r"'exp_avg' of parameter 2 has shape \(2, 3\), but the parameter has \(2, 2\)",
+        modify_state_dict(lambda saved: saved["state"][2].update(exp_avg=torch.zeros(2, 3))),
+        r"'exp_avg' of parameter 2 does not match: expected shape \(2, 2\), got \(2, 3\)",
     ),
 }
 
@@ -228,13 +231,13 @@ def test_param_in_another_group_is_rejected() -> None:
     names = [NAMES[index] for index in (0, 2, 1, 3)]
     for group in saved["param_groups"]:
         group["param_names"] = [names[number] for number in group["params"]]
-    with pytest.raises(CheckpointError, match=r"parameter 2 \(1.weight\) is in another group"):
+    with pytest.raises(CheckpointError, match=r"parameter 2 \(1.weight\) is in another parameter group"):
         parse(saved, make_specs(optimizer))
 
 
 def test_state_not_shaped_like_param_is_accepted() -> None:
     """Only keys known to be shaped like their parameter are checked."""
-    assert parse(modify_state_dict(lambda d: d["state"][2].update(scale=torch.zeros(7)))).by_param[2][
+    assert parse(modify_state_dict(lambda saved: saved["state"][2].update(scale=torch.zeros(7)))).by_param[2][
         "scale"
     ].shape == (7,)
 
@@ -242,9 +245,9 @@ def test_state_not_shaped_like_param_is_accepted() -> None:
 def test_parsing_does_not_modify_state_dict() -> None:
     saved = make_stepped_adamw().state_dict()
     before = copy.deepcopy(saved)
-    found = parse(saved)
-    local = extract_local_state_dict(found, [[1], [2, 3]])
-    for group in (*found.groups, *local["param_groups"]):
+    parsed = parse(saved)
+    local = extract_local_state_dict(parsed, [[1], [2, 3]])
+    for group in (*parsed.groups, *local["param_groups"]):
         group.clear()
     assert saved["param_groups"] == before["param_groups"]
     assert saved["state"].keys() == before["state"].keys()
@@ -255,14 +258,14 @@ def test_parsing_does_not_modify_state_dict() -> None:
 @pytest.mark.parametrize("split", [[[0, 1], [2, 3]], [[1], [2]], [[], [3, 2]], [[0], []], [[], []]])
 def test_local_state_dict_loads_into_plain_optimizer(split: list[list[int]]) -> None:
     """A plain optimizer over the same parameters gets each parameter's own state."""
-    whole = make_stepped_adamw(lr=0.125)
-    params = [param for group in whole.param_groups for param in group["params"]]
-    part = AdamW([{"params": [params[index] for index in indices]} for indices in split], lr=9.0)
-    part.load_state_dict(extract_local_state_dict(parse(whole.state_dict()), split))
-    assert [group["lr"] for group in part.param_groups] == [0.125, 0.5]
-    assert len(part.state) == sum(map(len, split))
-    for param, state in part.state.items():
-        assert all(torch.equal(whole.state[param][key], value) for key, value in state.items())
+    full = make_stepped_adamw(lr=0.125)
+    params = [param for group in full.param_groups for param in group["params"]]
+    local = AdamW([{"params": [params[index] for index in indices]} for indices in split], lr=9.0)
+    local.load_state_dict(extract_local_state_dict(parse(full.state_dict()), split))
+    assert [group["lr"] for group in local.param_groups] == [0.125, 0.5]
+    assert len(local.state) == sum(map(len, split))
+    for param, state in local.state.items():
+        assert all(torch.equal(full.state[param][key], value) for key, value in state.items())
 
 
 def test_must_match_is_equal_for_equal_dicts() -> None:
@@ -273,13 +276,13 @@ def test_must_match_is_equal_for_equal_dicts() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda d: d["param_groups"][1].update(lr=0.75),
-        lambda d: d["param_groups"][1].update(fresh=None),
-        lambda d: d["state"].pop(3),
-        lambda d: d["state"][3].pop("step"),
-        lambda d: d["state"][3].update(step=torch.zeros(2)),
-        lambda d: d["state"][3].update(step=torch.zeros((), dtype=torch.float64)),
-        lambda d: d["state"][3].update(extra=1),
+        lambda saved: saved["param_groups"][1].update(lr=0.75),
+        lambda saved: saved["param_groups"][1].update(fresh=None),
+        lambda saved: saved["state"].pop(3),
+        lambda saved: saved["state"][3].pop("step"),
+        lambda saved: saved["state"][3].update(step=torch.zeros(2)),
+        lambda saved: saved["state"][3].update(step=torch.zeros((), dtype=torch.float64)),
+        lambda saved: saved["state"][3].update(extra=1),
     ],
 )
 def test_must_match_differs_for_different_dicts(change: Callable[[dict[str, Any]], object]) -> None:
@@ -336,3 +339,8 @@ def test_describe_options() -> None:
 )
 def test_descriptions_of_different_options_differ(change: dict[str, Any]) -> None:
     assert describe_options({**make_options(), **change}) != describe_options(make_options())
+
+
+@pytest.mark.parametrize("value", [torch.eye(3).to_sparse(), torch.ones(2, device="meta")], ids=["sparse", "meta"])
+def test_options_that_cannot_be_read_are_described_by_shape(value: torch.Tensor) -> None:
+    assert f"lr=tensor(shape {tuple(value.shape)}, torch.float32)" in describe_options({"params": [], "lr": value})

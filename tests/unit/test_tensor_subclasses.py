@@ -25,16 +25,16 @@ CLASSES = ["OptimState8bit", "OptimState4bit", "OptimStateFp8"]
 
 
 def make_quantized(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    kind: Any = getattr(pytest.importorskip(f"torchao.optim.subclass_{name[10:].lower()}"), name)
-    made: Tensor = kind.zeros(SHAPE, dtype=dtype)
-    made.copy_(torch.linspace(-1, 3, SHAPE[0] * SHAPE[1]).sin().view(SHAPE))
-    return made
+    cls: Any = getattr(pytest.importorskip(f"torchao.optim.subclass_{name[10:].lower()}"), name)
+    tensor: Tensor = cls.zeros(SHAPE, dtype=dtype)
+    tensor.copy_(torch.linspace(-1, 3, SHAPE[0] * SHAPE[1]).sin().view(SHAPE))
+    return tensor
 
 
-def is_bitwise_equal(found: Tensor, expected: Tensor) -> bool:
-    assert (type(found), found.shape, found.dtype) == (type(expected), expected.shape, expected.dtype)
+def is_bitwise_equal(actual: Tensor, expected: Tensor) -> bool:
+    assert (type(actual), actual.shape, actual.dtype) == (type(expected), expected.shape, expected.dtype)
     return all(
-        torch.equal(inner.view(torch.uint8), inner_tensors(found)[name].view(torch.uint8))
+        torch.equal(inner.view(torch.uint8), inner_tensors(actual)[name].view(torch.uint8))
         for name, inner in inner_tensors(expected).items()
     )
 
@@ -42,10 +42,12 @@ def is_bitwise_equal(found: Tensor, expected: Tensor) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CLASSES)
 def test_slice_and_concat_round_trip(name: str, dtype: torch.dtype) -> None:
-    value, common = make_quantized(name, dtype), frozenset({"qmap"})
-    pieces = [slice_subclass(value, start, stop, common) for start, stop in [(0, 4096), (4096, 8448), (8448, 12288)]]
-    assert [piece.shape for piece in pieces] == [(4096,), (4352,), (3840,)]
-    assert is_bitwise_equal(concat_subclass_shards(pieces, SHAPE, common), value)
+    value, shared_keys = make_quantized(name, dtype), frozenset({"qmap"})
+    shards = [
+        slice_subclass(value, start, stop, shared_keys) for start, stop in [(0, 4096), (4096, 8448), (8448, 12288)]
+    ]
+    assert [shard.shape for shard in shards] == [(4096,), (4352,), (3840,)]
+    assert is_bitwise_equal(concat_subclass_shards(shards, SHAPE, shared_keys), value)
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -63,9 +65,9 @@ def test_skeleton_excludes_tensor_data(name: str) -> None:
     value = make_quantized(name)
     skeleton, tensors = extract_tensors({"state": value})
     assert [tuple(inner.shape) for inner in tensors] == [tuple(inner.shape) for inner in inner_tensors(value).values()]
-    read = loads(dumps(skeleton))["state"]
-    assert type(read) is type(value)
-    assert all(inner.is_meta for inner in inner_tensors(read).values())
+    loaded = loads(dumps(skeleton))["state"]
+    assert type(loaded) is type(value)
+    assert all(inner.is_meta for inner in inner_tensors(loaded).values())
 
 
 def test_other_values_are_not_wrapper_subclasses() -> None:
@@ -75,5 +77,5 @@ def test_other_values_are_not_wrapper_subclasses() -> None:
 
 
 def test_slice_inside_block_is_rejected() -> None:
-    with pytest.raises(CheckpointError, match="blocks of 256"):
+    with pytest.raises(CheckpointError, match="multiples of 256, the block size"):
         slice_subclass(make_quantized("OptimState8bit"), 0, 4100, frozenset({"qmap"}))

@@ -62,7 +62,7 @@ def test_one_variant_of_each_test_is_fast(pytester: pytest.Pytester) -> None:
         "test_difference": 2,
     }
     assert len(collect(pytester, "test_one")) == 4 * 40 + 4 + 1 + 2 + 1
-    assert collect(pytester, "test_elsewhere", "-m", "not slow") == fast, "the file's name matters"
+    assert collect(pytester, "test_elsewhere", "-m", "not slow") == fast, "the choice must not depend on the file name"
 
 
 def test_summary_lists_slowest_tests_and_warns_over_budget(tmp_path: Path) -> None:

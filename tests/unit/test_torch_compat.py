@@ -478,13 +478,40 @@ def test_backend_of_a_group() -> None:
 
 
 @pytest.mark.usefixtures("single_rank")
+def test_gloo_group_with_a_name() -> None:
+    group, other = (compat.new_gloo_group("its name", [0], timedelta(seconds=77)) for _ in range(2))
+    assert (group.group_name, other.group_name) == ("its name", "its name+")
+    assert compat.group_timeout(group) == timedelta(seconds=77)
+    assert compat.group_timeout(compat.new_gloo_group("default timeout", [0], None)) is not None
+    assert dist.get_process_group_ranks(group) == [0]
+    values = torch.ones(3)
+    dist.all_reduce(values, group=group)
+    assert values.tolist() == [1, 1, 1]
+    dist.destroy_process_group(group)
+    assert compat.is_open(other)
+
+
+@pytest.mark.usefixtures("single_rank")
 def test_groups_are_open_until_they_are_destroyed() -> None:
     world: Any = dist.group.WORLD
     group: Any = dist.new_group([0])
     assert compat.open_groups() == [world, group]
     dist.destroy_process_group(group)
     assert compat.open_groups() == [world]
-    assert [compat.is_open(it) for it in (world, group)] == [True, False]
+    assert [compat.is_open(process_group) for process_group in (world, group)] == [True, False]
+
+
+def test_excepthook_that_torch_wraps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def own_hook(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr(sys, "excepthook", own_hook)
+    assert compat.wrapped_excepthook(own_hook) is None
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        assert compat.wrapped_excepthook(sys.excepthook) is own_hook
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("single_rank")
@@ -580,7 +607,7 @@ def test_layouts_are_pickled_by_the_name_that_metadata_allow() -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_names_in_checkpoint_files(tmp_path: Path) -> None:
-    """The readers of metadata and tensors know these names."""
+    """The readers of metadata and tensors rely on these names."""
     dcp_save({"tensor": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
     content = (tmp_path / compat.dcp_metadata_file_name()).read_bytes()
     assert compat.dcp_metadata_file_name() == ".metadata"
@@ -614,7 +641,7 @@ SLOW_MODULES = ("torch.distributed.checkpoint", "torch._subclasses", "torch._dyn
 
 
 def is_private(dotted: str) -> bool:
-    """Whether a name of dots and identifiers alone, not an expression, has a part with an underscore."""
+    """Whether a dotted name, not another expression, has a part with a leading underscore."""
     parts = dotted.split(".")
     return all(map(str.isidentifier, parts)) and any(re.match("_[^_]", part) for part in parts)
 

@@ -60,26 +60,26 @@ def test_pending_work_releases_tensor_after_wait() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
-@pytest.mark.parametrize("into_dtype", [None, torch.float64])
-def test_sum_in_rank_order(dtype: torch.dtype, into_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("output_dtype", [None, torch.float64])
+def test_sum_in_rank_order(dtype: torch.dtype, output_dtype: torch.dtype | None) -> None:
     """A large value, a small one and the negated large one: the sum depends on order and precision."""
     values = [2.0**9, 1.0, -(2.0**9)]
-    slices = [torch.full((4,), value).to(dtype) for value in values]
-    into = torch.full((4,), 9.0).to(dtype if into_dtype is None or dtype.is_complex else into_dtype)
-    sum_in_rank_order(slices, into, 1 / 3)
-    exact = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    total = torch.zeros(4, dtype=exact)
-    for part in slices:
-        total = total + part.to(exact) * (1 / 3)
-    torch.testing.assert_close(into, total.to(into.dtype), rtol=1e-3, atol=1e-4)
-    assert into.abs().min() > 0.3  # the small value is not lost, as it would be in bfloat16
+    contributions = [torch.full((4,), value).to(dtype) for value in values]
+    output = torch.full((4,), 9.0).to(dtype if output_dtype is None or dtype.is_complex else output_dtype)
+    sum_in_rank_order(contributions, output, 1 / 3)
+    sum_dtype = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    total = torch.zeros(4, dtype=sum_dtype)
+    for contribution in contributions:
+        total = total + contribution.to(sum_dtype) * (1 / 3)
+    torch.testing.assert_close(output, total.to(output.dtype), rtol=1e-3, atol=1e-4)
+    assert output.abs().min() > 0.3  # the small value is not lost, as it would be in bfloat16
 
 
 def test_backend_sum_is_scaled_once() -> None:
     total: Any = torch.tensor([3.0, 6.0])
-    into = torch.zeros(2, dtype=torch.bfloat16)
-    BackendSumWork(total, CompletedWork(), into, 1 / 3, keep_alive=total).wait()
-    assert into.tolist() == [1.0, 2.0]
+    output = torch.zeros(2, dtype=torch.bfloat16)
+    BackendSumWork(total, CompletedWork(), output, 1 / 3, keep_alive=total).wait()
+    assert output.tolist() == [1.0, 2.0]
 
 
 def test_single_rank_group_propagates_errors_unchanged() -> None:

@@ -6,11 +6,11 @@ from zeroshard._types import Span, align_up
 
 
 @pytest.mark.parametrize(
-    ("inner", "held"),
+    ("inner", "is_inside"),
     [((2, 5), True), ((3, 4), True), ((2, 2), True), ((5, 5), True), ((1, 4), False), ((3, 6), False), ((4, 3), False)],
 )
-def test_span_contains(inner: tuple[int, int], held: bool) -> None:
-    assert Span(2, 5).contains(Span(*inner)) is held
+def test_span_contains(inner: tuple[int, int], is_inside: bool) -> None:
+    assert Span(2, 5).contains(Span(*inner)) is is_inside
 
 
 def test_span_length() -> None:

@@ -79,14 +79,14 @@ def load_different_names() -> None:
         (exclude_unknown_name, "'head'"),
         (offload_on_cpu, "CPUOffload"),
         (peer_checkpoint_on_single_rank, "PeerCheckpoint"),
-        (read_stale_state_dict, "steps ago"),
-        (load_different_names, "matching by position"),
+        (read_stale_state_dict, "step ago"),
+        (load_different_names, "matching parameters by position"),
     ],
-    ids=lambda it: getattr(it, "__name__", ""),
+    ids=lambda case: getattr(case, "__name__", ""),
 )
 def test_warning_points_at_users_line(single_rank: None, call: Callable[[], None], text: str) -> None:
     with pytest.warns(Warning, match=text) as caught:
         call()
-    (warning,) = (it for it in caught if text in str(it.message))
+    (warning,) = (record for record in caught if text in str(record.message))
     assert warning.filename == __file__
     assert Path(__file__).read_text().splitlines()[warning.lineno - 1].endswith("# here")

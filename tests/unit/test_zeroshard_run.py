@@ -67,11 +67,11 @@ def run_python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
 
 
 def test_script_runs_as_under_plain_python(folder: Path) -> None:
-    given = ["scripts/script.py", "7", "--json", "-m", "x"]
-    plain, ours = run_python(folder, *given), run_python(folder, "-m", "zeroshard", "run", *given)
+    arguments = ["scripts/script.py", "7", "--json", "-m", "x"]
+    plain, ours = run_python(folder, *arguments), run_python(folder, "-m", "zeroshard", "run", *arguments)
     expected, found = json.loads(plain.stdout), json.loads(ours.stdout)
     assert found == expected
-    assert found["argv"] == given
+    assert found["argv"] == arguments
     assert (ours.returncode, ours.stderr) == (plain.returncode, plain.stderr) == (7, "to stderr\n")
 
 
@@ -79,11 +79,11 @@ def test_script_runs_as_under_plain_python(folder: Path) -> None:
 def test_module_runs_as_under_plain_python(folder: Path) -> None:
     code = SCRIPT.replace("import helper ", "from . import helper ").replace("__spec__ is None", "__spec__.name")
     (folder / "scripts" / "script.py").write_text(code)
-    given = ["-m", "scripts.script", "0", "--x"]
-    plain, ours = run_python(folder, *given), run_python(folder, "-m", "zeroshard", "run", *given)
+    arguments = ["-m", "scripts.script", "0", "--x"]
+    plain, ours = run_python(folder, *arguments), run_python(folder, "-m", "zeroshard", "run", *arguments)
     assert (plain.returncode, ours.returncode) == (0, 0), ours.stderr
     expected, found = json.loads(plain.stdout), json.loads(ours.stdout)
-    del expected["builtins"], found["builtins"]  # which runpy makes a dict
+    del expected["builtins"], found["builtins"]  # runpy sets it to a dict
     assert found == expected
     assert found["spec"] == "scripts.script"
 

@@ -13,22 +13,28 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.monitoring import allocated
-from zeroshard.engine import param_store
-from zeroshard.engine.param_store import FlatParamBuffers, InPlaceMessage, ParamStore, StagedMessage, UnflattenedParams
+from tests.support.monitoring import track_allocations
+from zeroshard.engine import param_memory
+from zeroshard.engine.param_memory import (
+    FlatParamBuffers,
+    InPlaceMessage,
+    ParamMemory,
+    StagedMessage,
+    UnflattenedParams,
+)
 from zeroshard.errors import BindingError
 from zeroshard.layout.layout import Layout
 from zeroshard.layout.partition import FlatShards, WholeParams
 from zeroshard.layout.spec import make_param_specs
 
 RANKS = 3
-StoreFactory = Callable[[], ParamStore]
+StoreFactory = Callable[[], ParamMemory]
 STORES: list[StoreFactory] = [UnflattenedParams, FlatParamBuffers, partial(FlatParamBuffers, by_owner=True)]
 
 
 def random_tensor(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    kind = dtype if dtype.is_complex else torch.float64
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=kind).to(dtype)
+    random_dtype = dtype if dtype.is_complex else torch.float64
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=random_dtype).to(dtype)
 
 
 TENSORS: dict[str, Callable[[int], torch.Tensor]] = {
@@ -52,26 +58,26 @@ TENSORS: dict[str, Callable[[int], torch.Tensor]] = {
 
 
 def make_params(seed: int = 0) -> list[torch.Tensor]:
-    tensors = [form(seed + i) for i, form in enumerate(TENSORS.values())]
-    return [nn.Parameter(t, requires_grad=t.is_floating_point() or t.is_complex()) for t in tensors]
+    tensors = [make(seed + i) for i, make in enumerate(TENSORS.values())]
+    return [nn.Parameter(tensor, requires_grad=tensor.is_floating_point() or tensor.is_complex()) for tensor in tensors]
 
 
 def make_layout(params: Sequence[torch.Tensor], world_size: int = RANKS) -> Layout:
     return WholeParams().extend(Layout.empty(world_size), make_param_specs([{"params": params}]))
 
 
-def make_store(kind: StoreFactory, params: Sequence[torch.Tensor]) -> ParamStore:
-    made = kind()
-    made.extend(make_layout(params), params)
-    return made
+def make_store(store_factory: StoreFactory, params: Sequence[torch.Tensor]) -> ParamMemory:
+    store = store_factory()
+    store.extend(make_layout(params), params)
+    return store
 
 
 @pytest.fixture
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lower the limits so that a few hundred elements reach them."""
-    monkeypatch.setattr(param_store, "MIN_IN_PLACE_BYTES", 1024)
-    monkeypatch.setattr(param_store, "MESSAGE_BYTES", 1536)
-    monkeypatch.setattr(param_store, "STAGING_BYTES", 6144)
+    monkeypatch.setattr(param_memory, "MIN_IN_PLACE_BYTES", 1024)
+    monkeypatch.setattr(param_memory, "MESSAGE_BYTES", 1536)
+    monkeypatch.setattr(param_memory, "STAGING_BYTES", 6144)
 
 
 # ---- flat buffers
@@ -97,8 +103,11 @@ def test_one_buffer_per_dtype_in_layout_order() -> None:
     params = make_params()
     make_store(FlatParamBuffers, params)
     for bucket in make_layout(params).buckets:
-        pieces = [piece for piece in bucket.param_shards if params[piece.param].numel()]
-        starts = {params[piece.param].data_ptr() - piece.in_bucket.start * bucket.dtype.itemsize for piece in pieces}
+        param_shards = [param_shard for param_shard in bucket.param_shards if params[param_shard.param].numel()]
+        starts = {
+            params[param_shard.param].data_ptr() - param_shard.in_bucket.start * bucket.dtype.itemsize
+            for param_shard in param_shards
+        }
         assert len(starts) == 1
         assert starts.pop() % 64 == 0
 
@@ -136,33 +145,33 @@ def test_params_are_moved_one_bucket_at_a_time() -> None:
     params = [nn.Parameter(random_tensor(100, seed=seed)) for seed in range(6)]
     layout = make_flat_layout(params, 2 * 400)
     assert len(layout.buckets) == 3
-    old = [ref(param.untyped_storage()) for param in params]
-    left: list[int] = []
+    old_storages = [ref(param.untyped_storage()) for param in params]
+    num_alive: list[int] = []
 
     class Counting(FlatParamBuffers):
-        def _allocate_buffers(self, *given: Any) -> None:
-            left.append(sum(storage() is not None for storage in old))
-            super()._allocate_buffers(*given)
+        def _allocate_buffers(self, *args: Any) -> None:
+            num_alive.append(sum(storage() is not None for storage in old_storages))
+            super()._allocate_buffers(*args)
 
     Counting().prepare(layout, params)
-    assert left == [6, 4, 2]
-    assert not any(storage() is not None for storage in old)
+    assert num_alive == [6, 4, 2]
+    assert not any(storage() is not None for storage in old_storages)
 
 
 def test_owner_buffers_are_filled_one_at_a_time() -> None:
     """At most one owner's shard exists twice, and padding is zero."""
     params = [nn.Parameter(random_tensor(100, seed=seed)) for seed in range(9)]
     values = [param.detach().clone() for param in params]
-    with allocated() as found:
-        inside = [nn.Parameter(value.clone()) for value in values]
-        store = make_store(partial(FlatParamBuffers, by_owner=True), inside)
-    padded = 4 * 112  # 64 bytes are the alignment
-    assert found.peak <= 9 * 400 + 3 * padded + 400
-    assert found.kept <= 9 * padded
+    with track_allocations() as usage:
+        stored = [nn.Parameter(value.clone()) for value in values]
+        store = make_store(partial(FlatParamBuffers, by_owner=True), stored)
+    padded = 4 * 112  # aligned to 64 bytes
+    assert usage.peak <= 9 * 400 + 3 * padded + 400
+    assert usage.kept <= 9 * padded
     assert isinstance(store, FlatParamBuffers)
-    assert [buffer.numel() for buffer in store.buffers()] == [3 * 112] * RANKS
-    assert all(not buffer.view(3, 112)[:, 100:].any() for buffer in store.buffers())
-    assert all(map(torch.equal, inside, values))
+    assert [buffer.numel() for buffer in store.param_tensors()] == [3 * 112] * RANKS
+    assert all(not buffer.view(3, 112)[:, 100:].any() for buffer in store.param_tensors())
+    assert all(map(torch.equal, stored, values))
 
 
 def storage_address(tensor: torch.Tensor) -> int:
@@ -176,20 +185,21 @@ def test_rollback_restores_separate_storage() -> None:
     store.prepare(layout, first)
     store.extend(layout, first)
     addresses = [param.data_ptr() for param in first]
-    values, strides = [it.detach().clone() for it in second], [it.stride() for it in second]
+    values, strides = [param.detach().clone() for param in second], [param.stride() for param in second]
     specs = make_param_specs([{"params": second}], first_index=len(first), first_group=1)
-    grown = WholeParams().extend(layout, specs)
-    store.prepare(grown, [*first, *second])
-    buffers = [store.buffer(bucket) for bucket in range(len(grown.buckets))]  # kept alive so their memory is not reused
+    extended = WholeParams().extend(layout, specs)
+    store.prepare(extended, [*first, *second])
+    # Kept alive so that their memory is not reused.
+    buffers = [store.buffer(bucket) for bucket in range(len(extended.buckets))]
     store.rollback()
     assert [param.data_ptr() for param in first] == addresses
     assert all(map(torch.equal, second, values))
     assert [param.stride() for param in second] == strides
-    assert {storage_address(it) for it in buffers}.isdisjoint(
+    assert {storage_address(buffer) for buffer in buffers}.isdisjoint(
         storage_address(param) for param in second if param.numel()
     )
-    store.prepare(grown, [*first, *second])
-    store.extend(grown, second)
+    store.prepare(extended, [*first, *second])
+    store.extend(extended, second)
     assert all(map(torch.equal, second, values))
 
 
@@ -216,29 +226,29 @@ def test_reassigned_data_is_moved_back_with_its_values(change: Callable[[torch.T
     params = make_params()
     store = make_store(FlatParamBuffers, params)
     param = params[0]
-    home, stride = param.data_ptr(), param.stride()
-    fresh = change(param.data + 1)
-    param.data = fresh.clone(memory_format=torch.preserve_format)
-    assert param.data_ptr() != home
+    address, stride = param.data_ptr(), param.stride()
+    reassigned = change(param.data + 1)
+    param.data = reassigned.clone(memory_format=torch.preserve_format)
+    assert param.data_ptr() != address
     store.rebind_if_moved()
-    assert (param.data_ptr(), param.stride()) == (home, stride)
-    assert torch.equal(param, fresh)
+    assert (param.data_ptr(), param.stride()) == (address, stride)
+    assert torch.equal(param, reassigned)
 
 
 def test_swapped_params_are_moved_back_with_their_values() -> None:
-    one, other = nn.Parameter(torch.ones(4)), nn.Parameter(torch.full((4,), 2.0))
-    store = make_store(FlatParamBuffers, [one, other])
-    addresses = [one.data_ptr(), other.data_ptr()]
-    one.data, other.data = other.data, one.data
+    first, second = nn.Parameter(torch.ones(4)), nn.Parameter(torch.full((4,), 2.0))
+    store = make_store(FlatParamBuffers, [first, second])
+    addresses = [first.data_ptr(), second.data_ptr()]
+    first.data, second.data = second.data, first.data
     store.rebind_if_moved()
-    assert [one.data_ptr(), other.data_ptr()] == addresses
-    assert (one.tolist(), other.tolist()) == ([2.0] * 4, [1.0] * 4)
+    assert [first.data_ptr(), second.data_ptr()] == addresses
+    assert (first.tolist(), second.tolist()) == ([2.0] * 4, [1.0] * 4)
 
 
-@pytest.mark.parametrize("kind", STORES)
-def test_messages_follow_reassigned_data(kind: StoreFactory) -> None:
+@pytest.mark.parametrize("store_factory", STORES)
+def test_messages_follow_reassigned_data(store_factory: StoreFactory) -> None:
     params = make_params()
-    store = make_store(kind, params)
+    store = make_store(store_factory, params)
     selected = bytes([1] * len(params))
     store.plan_broadcast(selected)
     with torch.no_grad():
@@ -251,10 +261,10 @@ def test_messages_follow_reassigned_data(kind: StoreFactory) -> None:
     assert not any(param.any() for param in params)
 
 
-@pytest.mark.parametrize("kind", STORES)
-def test_plan_is_reused_if_nothing_moved(kind: StoreFactory) -> None:
+@pytest.mark.parametrize("store_factory", STORES)
+def test_plan_is_reused_if_nothing_moved(store_factory: StoreFactory) -> None:
     params = make_params()
-    store = make_store(kind, params)
+    store = make_store(store_factory, params)
     selected = bytes([1] * len(params))
     plan = store.plan_broadcast(selected)
     params[0].data.add_(1)
@@ -262,22 +272,23 @@ def test_plan_is_reused_if_nothing_moved(kind: StoreFactory) -> None:
     assert store.plan_broadcast(selected) is plan
 
 
-@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("store_factory", STORES)
 @pytest.mark.parametrize(
-    ("change", "now"),
+    ("change", "message"),
     [
-        (lambda t: t.double(), r"torch.float64 on cpu with shape \(3, 5\) now"),
-        (lambda t: t[:2].clone(), r"torch.float32 on cpu with shape \(2, 5\) now"),
+        (lambda t: t.double(), r"got torch.float64 on cpu with shape \(3, 5\)\. "),
+        (lambda t: t[:2].clone(), r"got torch.float32 on cpu with shape \(2, 5\)\. "),
     ],
     ids=["dtype", "shape"],
 )
 def test_changed_dtype_or_shape_is_rejected(
-    kind: StoreFactory, change: Callable[[torch.Tensor], torch.Tensor], now: str
+    store_factory: StoreFactory, change: Callable[[torch.Tensor], torch.Tensor], message: str
 ) -> None:
     params = make_params()
-    store = make_store(kind, params)
+    store = make_store(store_factory, params)
     params[0].data = change(params[0].data)
-    with pytest.raises(BindingError, match=rf"parameter 0 was torch.float32 on cpu with shape \(3, 5\).*{now}"):
+    expected = r"expected torch.float32 on cpu with shape \(3, 5\)"
+    with pytest.raises(BindingError, match=rf"parameter 0 changed: {expected}.*{message}"):
         store.rebind_if_moved()
 
 
@@ -285,26 +296,29 @@ def test_changed_dtype_or_shape_is_rejected(
 
 
 class Ranks:
-    """The stores of all ranks, with parameters of the same shapes and different values."""
+    """The stores of all ranks. Their parameters have the same shapes and different values."""
 
-    def __init__(self, kind: StoreFactory) -> None:
+    def __init__(self, store_factory: StoreFactory) -> None:
         self.params = [make_params(seed=100 * rank) for rank in range(RANKS)]
-        self.stores = [make_store(kind, params) for params in self.params]
+        self.stores = [make_store(store_factory, params) for params in self.params]
         self.layout = make_layout(self.params[0])
 
     @property
-    def everything(self) -> bytes:
+    def all_params(self) -> bytes:
         return bytes([1] * len(TENSORS))
 
     def sizes(self, selected: bytes) -> list[list[tuple[int, int]]]:
         """Return owner and size in bytes of each message, for each rank."""
-        return [[(p.owner, p.payload.nbytes) for p in store.plan_broadcast(selected).messages] for store in self.stores]
+        return [
+            [(message.owner, message.payload.nbytes) for message in store.plan_broadcast(selected).messages]
+            for store in self.stores
+        ]
 
     @torch.no_grad()
     def broadcast(self, selected: bytes) -> None:
         """Broadcast like real ranks do, unpacking each message as late as the in-flight window allows."""
         plans = [store.plan_broadcast(selected) for store in self.stores]
-        waiting: deque[tuple[param_store.BroadcastMessage, ...]] = deque()
+        waiting: deque[tuple[param_memory.BroadcastMessage, ...]] = deque()
         window = min(plan.max_in_flight for plan in plans)
         for messages in zip(*(plan.messages for plan in plans), strict=True):
             if len(waiting) == window:
@@ -318,7 +332,7 @@ class Ranks:
         while waiting:
             self._deliver(waiting.popleft())
 
-    def _deliver(self, messages: tuple[param_store.BroadcastMessage, ...]) -> None:
+    def _deliver(self, messages: tuple[param_memory.BroadcastMessage, ...]) -> None:
         for rank, message in enumerate(messages):
             if rank != message.owner:
                 message.unpack()
@@ -330,10 +344,10 @@ def random_flags(seed: int) -> bytes:
 
 
 @pytest.mark.usefixtures("small_limits")
-@pytest.mark.parametrize("kind", STORES)
-def test_only_selected_params_are_broadcast(kind: StoreFactory) -> None:
-    ranks = Ranks(kind)
-    for selected in (random_flags(1), random_flags(2), bytes(len(TENSORS)), ranks.everything, random_flags(3)):
+@pytest.mark.parametrize("store_factory", STORES)
+def test_only_selected_params_are_broadcast(store_factory: StoreFactory) -> None:
+    ranks = Ranks(store_factory)
+    for selected in (random_flags(1), random_flags(2), bytes(len(TENSORS)), ranks.all_params, random_flags(3)):
         before = [[param.detach().clone() for param in params] for params in ranks.params]
         ranks.broadcast(selected)
         for index, flag in enumerate(selected):
@@ -344,26 +358,26 @@ def test_only_selected_params_are_broadcast(kind: StoreFactory) -> None:
 
 
 @pytest.mark.usefixtures("small_limits")
-@pytest.mark.parametrize("kind", STORES)
-def test_strides_may_differ_between_ranks(kind: StoreFactory) -> None:
+@pytest.mark.parametrize("store_factory", STORES)
+def test_strides_may_differ_between_ranks(store_factory: StoreFactory) -> None:
     """All ranks agree on owners and sizes of messages even if one rank has a different memory layout."""
-    ranks = Ranks(kind)
-    expected = {selected: ranks.sizes(selected)[0] for selected in (random_flags(1), random_flags(2), ranks.everything)}
+    ranks = Ranks(store_factory)
+    expected = {selected: ranks.sizes(selected)[0] for selected in (random_flags(1), random_flags(2), ranks.all_params)}
     for param in ranks.params[1]:
-        other = param.data.t().contiguous().t() if param.dim() == 2 else param.data.contiguous()
-        param.data = other.clone(memory_format=torch.preserve_format)
+        changed = param.data.t().contiguous().t() if param.dim() == 2 else param.data.contiguous()
+        param.data = changed.clone(memory_format=torch.preserve_format)
     ranks.stores[1].rebind_if_moved()
     for selected, sizes in expected.items():
         assert ranks.sizes(selected) == [sizes] * RANKS
-    ranks.broadcast(ranks.everything)
+    ranks.broadcast(ranks.all_params)
     for params in ranks.params[1:]:
         assert all(map(torch.equal, params, ranks.params[0]))
 
 
-@pytest.mark.parametrize("kind", STORES)
-def test_strides_may_change_in_place(kind: StoreFactory) -> None:
+@pytest.mark.parametrize("store_factory", STORES)
+def test_strides_may_change_in_place(store_factory: StoreFactory) -> None:
     """A square matrix that is transposed on all ranks stays in place; its message was planned before."""
-    ranks = Ranks(kind)
+    ranks = Ranks(store_factory)
     index, selected = list(TENSORS).index("square"), bytes(name == "square" for name in TENSORS)
     square = [params[index] for params in ranks.params]
     ranks.broadcast(selected)
@@ -376,54 +390,54 @@ def test_strides_may_change_in_place(kind: StoreFactory) -> None:
     assert all(torch.equal(param, expected) for param in square)
 
 
-@pytest.mark.parametrize("kind", STORES)
-def test_remote_update_increments_version_counter(kind: StoreFactory) -> None:
-    ranks = Ranks(kind)
+@pytest.mark.parametrize("store_factory", STORES)
+def test_remote_update_increments_version_counter(store_factory: StoreFactory) -> None:
+    ranks = Ranks(store_factory)
     selected = random_flags(1)
     before = [[param._version for param in params] for params in ranks.params]
     ranks.broadcast(selected)
     for index, flag in enumerate(selected):
         owner = ranks.layout.owner_of(index)
-        arrives = bool(flag) and ranks.params[0][index].numel() > 0
+        is_sent = bool(flag) and ranks.params[0][index].numel() > 0
         for rank in range(RANKS):
             changed = ranks.params[rank][index]._version != before[rank][index]
-            assert changed == (arrives and rank != owner)
+            assert changed == (is_sent and rank != owner)
 
 
 @pytest.mark.usefixtures("small_limits")
-@pytest.mark.parametrize("kind", STORES)
-def test_messages_alternate_between_owners(kind: StoreFactory) -> None:
-    ranks = Ranks(kind)
-    for selected in (ranks.everything, random_flags(4)):
+@pytest.mark.parametrize("store_factory", STORES)
+def test_messages_alternate_between_owners(store_factory: StoreFactory) -> None:
+    ranks = Ranks(store_factory)
+    for selected in (ranks.all_params, random_flags(4)):
         owners = [message.owner for message in ranks.stores[0].plan_broadcast(selected).messages]
-        turns = [owners[:place].count(owner) for place, owner in enumerate(owners)]
+        turns = [owners[:position].count(owner) for position, owner in enumerate(owners)]
         assert list(zip(turns, owners, strict=True)) == sorted(zip(turns, owners, strict=True))
 
 
-@pytest.mark.parametrize("kind", STORES)
-def test_no_messages_if_nothing_to_broadcast(kind: StoreFactory) -> None:
-    ranks = Ranks(kind)
+@pytest.mark.parametrize("store_factory", STORES)
+def test_no_messages_if_nothing_to_broadcast(store_factory: StoreFactory) -> None:
+    ranks = Ranks(store_factory)
     assert ranks.stores[0].plan_broadcast(bytes(len(TENSORS))).messages == []
     empty = bytes(name == "empty" for name in TENSORS)
     assert ranks.stores[0].plan_broadcast(empty).messages == []
 
 
-@pytest.mark.parametrize("kind", STORES)
-def test_single_bucket_broadcast(kind: StoreFactory) -> None:
-    ranks = Ranks(kind)
-    for number, bucket in enumerate(ranks.layout.buckets):
-        messages = ranks.stores[0].plan_bucket_broadcast(number).messages
-        owners = {piece.owner for piece in bucket.param_shards if piece.in_param.length}
+@pytest.mark.parametrize("store_factory", STORES)
+def test_single_bucket_broadcast(store_factory: StoreFactory) -> None:
+    ranks = Ranks(store_factory)
+    for index, bucket in enumerate(ranks.layout.buckets):
+        messages = ranks.stores[0].plan_bucket_broadcast(index).messages
+        owners = {param_shard.owner for param_shard in bucket.param_shards if param_shard.in_param.length}
         assert {message.owner for message in messages} == owners
         assert {message.payload.dtype for message in messages} == {bucket.dtype}
-        assert ranks.stores[0].plan_bucket_broadcast(number).messages == messages
+        assert ranks.stores[0].plan_bucket_broadcast(index).messages == messages
 
 
 def test_one_message_per_owner_and_dtype() -> None:
     """Independent of the number of parameters."""
     params = [nn.Parameter(torch.zeros(10)) for _ in range(200)]
-    for kind in STORES:
-        assert len(make_store(kind, params).plan_broadcast(bytes([1] * 200)).messages) == RANKS
+    for store_factory in STORES:
+        assert len(make_store(store_factory, params).plan_broadcast(bytes([1] * 200)).messages) == RANKS
 
 
 def test_flat_message_covers_adjacent_params() -> None:
@@ -434,7 +448,9 @@ def test_flat_message_covers_adjacent_params() -> None:
         messages = store.plan_broadcast(bytes(selected)).messages
         owned = [[selected[i] for i in range(rank, 9, RANKS)] for rank in range(RANKS)]
         runs = [sum(flag for flag, _ in groupby(flags)) for flags in owned]
-        assert [runs[message.owner] > 1 for message in messages] == [isinstance(it, StagedMessage) for it in messages]
+        assert [runs[message.owner] > 1 for message in messages] == [
+            isinstance(message, StagedMessage) for message in messages
+        ]
         assert len(messages) == sum(count > 0 for count in runs)
         for message in messages:
             message.payload.fill_(1)
@@ -452,10 +468,10 @@ def test_large_params_are_sent_in_place_and_small_ones_packed() -> None:
     store = UnflattenedParams()
     store.extend(make_layout(params, world_size=1), params)
     messages = store.plan_broadcast(bytes([1] * len(params))).messages
-    alone = [message for message in messages if isinstance(message, InPlaceMessage)]
-    packed = [message for message in messages if isinstance(message, StagedMessage)]
-    assert [message.payload.data_ptr() for message in alone] == [params[2].data_ptr(), params[3].data_ptr()]
-    assert [message.payload.numel() for message in packed] == [100 + 255, 90 + 255 + 3]  # the limit is 384
+    in_place = [message for message in messages if isinstance(message, InPlaceMessage)]
+    staged = [message for message in messages if isinstance(message, StagedMessage)]
+    assert [message.payload.data_ptr() for message in in_place] == [params[2].data_ptr(), params[3].data_ptr()]
+    assert [message.payload.numel() for message in staged] == [100 + 255, 90 + 255 + 3]  # the limit is 384
 
 
 @pytest.mark.usefixtures("small_limits")
@@ -467,17 +483,17 @@ def test_staging_memory_is_bounded(world_size: int) -> None:
     store = UnflattenedParams()
     store.extend(make_layout(params, world_size), params)
     rng = random.Random(0)
-    selections = [bytes(rng.random() < share for _ in params) for share in (0.1, 0.9, 0.3, 1.0)]
+    selections = [bytes(rng.random() < fraction for _ in params) for fraction in (0.1, 0.9, 0.3, 1.0)]
     for selected in (*selections, *reversed(selections)):
         store.plan_broadcast(selected)
     storages: dict[int, int] = {}
     for selected in selections:
         plan = store.plan_broadcast(selected)
-        staged = [message.payload for message in plan.messages if isinstance(message, StagedMessage)]
-        largest = max(wire.nbytes for wire in staged)
-        assert plan.max_in_flight == 1 or plan.max_in_flight * largest <= param_store.STAGING_BYTES
-        storages |= {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in staged}
-    assert sum(storages.values()) <= param_store.STAGING_BYTES
+        payloads = [message.payload for message in plan.messages if isinstance(message, StagedMessage)]
+        largest = max(payload.nbytes for payload in payloads)
+        assert plan.max_in_flight == 1 or plan.max_in_flight * largest <= param_memory.STAGING_BYTES
+        storages |= {payload.untyped_storage().data_ptr(): payload.untyped_storage().nbytes() for payload in payloads}
+    assert sum(storages.values()) <= param_memory.STAGING_BYTES
 
 
 @pytest.mark.usefixtures("small_limits")
@@ -488,6 +504,6 @@ def test_messages_in_flight_do_not_share_memory() -> None:
     plan = store.plan_broadcast(bytes([1] * 40))
     assert len(plan.messages) > plan.max_in_flight > 1
     for first in range(len(plan.messages) - plan.max_in_flight + 1):
-        wires = [message.payload for message in plan.messages[first : first + plan.max_in_flight]]
-        spans = sorted((wire.data_ptr(), wire.data_ptr() + wire.nbytes) for wire in wires)
+        payloads = [message.payload for message in plan.messages[first : first + plan.max_in_flight]]
+        spans = sorted((payload.data_ptr(), payload.data_ptr() + payload.nbytes) for payload in payloads)
         assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
