@@ -1,1 +1,1 @@
-"""A regular package, so that it is found before the one of the same name that fairscale installs."""
+"""A regular package: it takes precedence over the package of the same name that fairscale installs."""

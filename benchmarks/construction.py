@@ -1,4 +1,4 @@
-"""How long it takes to build a sharded optimizer, with and without the memory of what probes found out.
+"""Measure the time to build a sharded optimizer, with and without cached probe results.
 
 python benchmarks/construction.py [--quick] [--out DIR]
 """
@@ -24,9 +24,9 @@ from zeroshard.engine import probe  # noqa: E402
 
 TITLE = "Construction"
 NOTE = (
-    "2 ranks, a model of 24 layers of 64 x 64, the slowest rank's time. *Probed*: the class is stepped on probe "
-    "tensors, as in the first construction of a process and, before answers were memoised, in every one. "
-    "*Memoised*: all later constructions with the same class and options."
+    "2 ranks, a model of 24 layers of 64 x 64, the slowest rank's time. *Probed*: the optimizer class is stepped on "
+    "probe tensors, as in the first construction in a process. "
+    "*Memoised*: all later constructions with the same class and options reuse the results."
 )
 RANKS = 2
 
@@ -51,11 +51,11 @@ BUILDERS: dict[str, Callable[[nn.Module], object]] = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--out", type=Path, help="where construction.md goes; a full run writes into results/")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds; write no results")
+    parser.add_argument("--out", type=Path, help="directory for construction.md; default of a full run: results/")
     options = parser.parse_args()
     out = options.out or (None if options.quick else ROOT / "benchmarks" / "results")
-    rows = measure({"construction": partial(_rows, 5 if options.quick else 31)})
+    rows = measure({"construction": partial(_rows, 5 if options.quick else 31)}, writes_results=out is not None)
     return finish(rows, TITLE, NOTE, out and out / "construction", fail=True)
 
 
@@ -72,16 +72,16 @@ def _rows(rounds: int) -> list[Row]:
 def _race(rounds: int) -> Times:
     model = make_model()
 
-    def probed(build: Callable[[nn.Module], object]) -> object:
-        answers, probe._cached_answers = probe._cached_answers, WeakKeyDictionary()
+    def build_without_cache(build: Callable[[nn.Module], object]) -> object:
+        cached_answers, probe._cached_answers = probe._cached_answers, WeakKeyDictionary()
         try:
             return build(model)
         finally:
-            probe._cached_answers = answers
+            probe._cached_answers = cached_answers
 
     contestants: dict[str, Run] = {}
     for name, build in BUILDERS.items():
-        contestants[f"{name} probed"] = partial(probed, build)
+        contestants[f"{name} probed"] = partial(build_without_cache, build)
         contestants[f"{name} memoised"] = partial(build, model)
     return race(contestants, rounds)
 

@@ -1,4 +1,4 @@
-"""zeroshard against torch's own ZeroRedundancyOptimizer and the plain optimizer, as ratios within one run.
+"""Compare zeroshard with torch's own ZeroRedundancyOptimizer and the plain optimizer, as ratios within one run.
 
 python benchmarks/dropin.py [--quick] [--only SECTION ...] [--out DIR] [--no-fail]
 """
@@ -15,13 +15,13 @@ from benchmarks.harness.report import Section, finish, measure  # noqa: E402
 
 TITLE = "zeroshard as a drop-in"
 NOTE = (
-    "Times are medians. Contestants run in turns, one thread a rank, gloo over loopback. A ratio is the median of "
-    "the rounds' own quotients, with their quartiles in parentheses."
+    "Times are medians. Contestants run in turns, with one thread per rank and gloo over loopback. Ratios are computed "
+    "per round; the table shows their median, with the quartiles in parentheses."
 )
 
 
 def sections(quick: bool) -> dict[str, Section]:
-    """All measurements by name; `quick` makes fewer rounds and leaves out 4 ranks."""
+    """Return all measurements by name. `quick`: fewer rounds, and no measurements with 4 ranks."""
     scale = 1 if quick else 2
     return {
         "small": lambda: steps.many_small(6 * scale, more_ranks=not quick),
@@ -35,18 +35,20 @@ def sections(quick: bool) -> dict[str, Section]:
 
 
 def main() -> int:
-    options = _options()
+    options = _parse_options()
     available = sections(options.quick)
-    rows = measure({name: available[name] for name in options.only or available})
+    rows = measure(
+        {name: available[name] for name in options.only or available}, writes_results=options.out is not None
+    )
     return finish(rows, TITLE, NOTE, options.out and options.out / "dropin", fail=not options.no_fail)
 
 
-def _options() -> argparse.Namespace:
+def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, no 4 ranks; writes no results")
-    parser.add_argument("--only", nargs="+", choices=sorted(sections(True)), help="these sections; writes no results")
-    parser.add_argument("--out", type=Path, help="where dropin.json and dropin.md go, also of a partial run")
-    parser.add_argument("--no-fail", action="store_true", help="exit with 0 even where a bar is missed")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, at most 2 ranks; write no results")
+    parser.add_argument("--only", nargs="+", choices=sorted(sections(True)), help="run only these; write no results")
+    parser.add_argument("--out", type=Path, help="directory for dropin.json and dropin.md, even of a partial run")
+    parser.add_argument("--no-fail", action="store_true", help="exit with 0 even if a bar is missed")
     options = parser.parse_args()
     if options.out is None and not options.quick and options.only is None:
         options.out = ROOT / "benchmarks" / "results"

@@ -1,4 +1,4 @@
-"""zeroshard on one GPU: speed, waits for the device, correctness. Needs torch and nothing else.
+"""Measure the drop-in on one GPU: speed, device synchronization, correctness. Needs only torch.
 
 PYTHONPATH=src python3 benchmarks/gpu_dropin.py --out DIR [--device cpu] [--only SECTION ...] [--no-fail]
 """
@@ -16,8 +16,8 @@ from benchmarks.harness.report import Section  # noqa: E402
 
 TITLE = "zeroshard as a drop-in, on one GPU"
 NOTE = (
-    "Step times are medians by CUDA events, from an idle device on; contestants run in turns. "
-    "Two ranks share the GPU over gloo for correctness. `--device cpu` only tries the code out."
+    "Step times are medians, measured with CUDA events from an idle device on. Contestants run in turns. "
+    "For correctness two ranks share the GPU over gloo. `--device cpu` only tries the code."
 )
 
 

@@ -1,4 +1,4 @@
-"""`zeroshard.shard` on one GPU: speed, waits for the device, correctness. Needs torch and nothing else.
+"""Measure `zeroshard.shard` on one GPU: speed, device synchronization, correctness. Needs only torch.
 
 PYTHONPATH=src python3 benchmarks/gpu_sharded.py --out DIR [--device cpu] [--only SECTION ...] [--no-fail]
 """
@@ -16,9 +16,9 @@ from benchmarks.harness.report import Section  # noqa: E402
 
 TITLE = "zeroshard.shard on one GPU"
 NOTE = (
-    "Step times are medians by CUDA events, from an idle device on; contestants run in turns. The least time is what "
-    "28 bytes a parameter (read parameter, gradient and two moments; write all but the gradient) take at the "
-    "bandwidth of a copy, measured in the same run. `--device cpu` only tries the code out."
+    "Step times are medians, measured with CUDA events from an idle device on. Contestants run in turns. The least "
+    "time is the time to move 28 bytes per parameter (read parameter, gradient and two moments; write all but the "
+    "gradient) at the bandwidth of a copy, measured in the same run. `--device cpu` only tries the code."
 )
 
 

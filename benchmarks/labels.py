@@ -1,4 +1,4 @@
-"""What labels for the profiler, and the times that go with them, cost a step.
+"""Measure the cost of profiler labels and of the step times that are recorded with them.
 
 python benchmarks/labels.py [--out DIR] [--no-fail]
 """
@@ -23,20 +23,22 @@ from benchmarks.harness.report import Row, finish, measure  # noqa: E402
 from benchmarks.harness.timing import wall_clock  # noqa: E402
 from zeroshard.profiling import Phase, StepProfiler  # noqa: E402
 
-TITLE = "What labels cost"
+TITLE = "Cost of profiler labels"
 NOTE = "One rank, 2,000 tensors of 256 elements in one bucket, AdamW; medians of 21 rounds, one thread."
-MANY, ROUNDS = 2_000, 21
+NUM_LABELS, ROUNDS = 2_000, 21
 BAR = 0.01
-"""Of an iteration."""
+"""Ratio of the labels' time to the iteration's."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where labels.md goes")
-    parser.add_argument("--no-fail", action="store_true", help="exit with 0 even where a bar is missed")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="directory for labels.md")
+    parser.add_argument("--no-fail", action="store_true", help="exit with 0 even if a bar is missed")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    return finish(measure({"labels": _rows}), TITLE, NOTE, options.out / "labels", fail=not options.no_fail)
+    return finish(
+        measure({"labels": _rows}, writes_results=True), TITLE, NOTE, options.out / "labels", fail=not options.no_fail
+    )
 
 
 def _rows() -> list[Row]:
@@ -44,15 +46,16 @@ def _rows() -> list[Row]:
         params = [nn.Parameter(torch.ones(256)) for _ in range(2_000)]
         optimizer = zeroshard.shard(nn.ParameterList(params), torch.optim.AdamW)
         iteration = _median(lambda: _iterate(params, optimizer))
-        count = sum(it.num_calls for it in optimizer.report().times.phases.values())
-    quiet = _median(_make_labels) / MANY
+        count = sum(phase.num_calls for phase in optimizer.report().times.phases.values())
+    unprofiled = _median(_make_labels) / NUM_LABELS
     with profile(activities=[ProfilerActivity.CPU]):
-        recorded = _median(_make_labels) / MANY
-    words = f"{count} labels in an iteration"
+        profiled = _median(_make_labels) / NUM_LABELS
+    total = count * unprofiled
+    what = f"{count} labels in an iteration"
     return [
-        Row("a label while nobody profiles", f"{quiet * 1e6:.2g} us", "", quiet * 1e6),
-        Row("a label while somebody profiles", f"{recorded * 1e6:.2g} us", "", recorded * 1e6),
-        Row(words, f"{count * quiet * 1e6:.2g} us", f"{iteration * 1e3:.3g} ms", count * quiet / iteration, bar=BAR),
+        Row("a label without a profiler", f"{unprofiled * 1e6:.2g} us", "", unprofiled * 1e6),
+        Row("a label under a profiler", f"{profiled * 1e6:.2g} us", "", profiled * 1e6),
+        Row(what, f"{total * 1e6:.2g} us", f"{iteration * 1e3:.3g} ms", total / iteration, bar=BAR),
     ]
 
 
@@ -63,14 +66,14 @@ def _iterate(params: list[nn.Parameter], optimizer: Any) -> None:
 
 
 def _make_labels() -> None:
-    clock = StepProfiler()
-    for _ in range(MANY):
-        with clock.phase(Phase.PACK_GRADS, 3):
+    profiler = StepProfiler()
+    for _ in range(NUM_LABELS):
+        with profiler.phase(Phase.PACK_GRADS, 3):
             pass
 
 
 def _median(run: Callable[[], object]) -> float:
-    """Of what it takes, after a round that does not count."""
+    """Return the median time, after a round that does not count."""
     return median([wall_clock(run) for _ in range(ROUNDS + 1)][1:])
 
 

@@ -1,4 +1,4 @@
-"""Who saves and loads: a GPT and its AdamW state, sharded in three ways, each with its own kind of checkpoint."""
+"""The contestants: a GPT and its AdamW state, sharded by three libraries, each with its own checkpoint format."""
 
 import os
 from abc import ABC, abstractmethod
@@ -34,21 +34,21 @@ Wait = Callable[[], object]
 
 
 class Peer(ABC):
-    """A model and an optimizer that has made a step. All methods are called on all ranks."""
+    """A model and an optimizer after one step. Call all methods on all ranks."""
 
     optimizer: Any
 
     def __init__(self, size: str) -> None:
         torch.manual_seed(0)
         self.model = LanguageModel(**SIZES[size])
-        self.prepare()
-        self.model(torch.arange(9)[None]).backward()  # the same on all ranks: nobody needs DDP
+        self.shard_model()
+        self.model(torch.arange(9)[None]).backward()  # equal on all ranks, so no contestant needs DDP
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     @abstractmethod
-    def prepare(self) -> None:
-        """Shard, and make the optimizer."""
+    def shard_model(self) -> None:
+        """Shard the model and make the optimizer."""
 
     @abstractmethod
     def save(self, folder: Path) -> None: ...
@@ -57,7 +57,7 @@ class Peer(ABC):
     def load(self, folder: Path) -> None: ...
 
     def tensors(self) -> Iterable[Tensor]:
-        """All that this rank holds but numbers."""
+        """Return all tensors of this rank except scalars."""
         inner = getattr(self.optimizer, "optim", self.optimizer)
         state = [value for state in inner.state.values() for value in state.values()]
         for tensor in (*self.model.parameters(), *state):
@@ -68,24 +68,24 @@ class Peer(ABC):
     def digest(self) -> float:
         return sum(float(tensor.norm(dtype=torch.float64)) for tensor in self.tensors())
 
-    def spoil(self) -> None:
-        """Nothing is left of what was there."""
+    def zero_tensors(self) -> None:
+        """Overwrite all tensors with zeros."""
         for tensor in self.tensors():
             tensor.zero_()
 
 
-class BackgroundPeer(Peer):
-    """It can also save in the background."""
+class AsyncPeer(Peer):
+    """A contestant with asynchronous saves."""
 
     @abstractmethod
-    def start_saving(self, folder: Path) -> Wait:
-        """Returns how to wait for the end."""
+    def async_save(self, folder: Path) -> Wait:
+        """Start a save. Return a function that waits until it is complete."""
 
 
-class Ours(BackgroundPeer):
-    """`zeroshard.shard` as ZeRO-2 with flat shards, and `zeroshard.checkpoint`, which always syncs."""
+class Ours(AsyncPeer):
+    """`zeroshard.shard` as ZeRO-2 with flat shards, and `zeroshard.checkpoint`, which always syncs its files."""
 
-    def prepare(self) -> None:
+    def shard_model(self) -> None:
         self.optimizer = shard(self.model, AdamW, **ADAMW)
 
     def save(self, folder: Path) -> None:
@@ -94,21 +94,21 @@ class Ours(BackgroundPeer):
     def load(self, folder: Path) -> None:
         checkpoint.load(folder, model=self.model, optimizer=self.optimizer)
 
-    def start_saving(self, folder: Path) -> Wait:
+    def async_save(self, folder: Path) -> Wait:
         return checkpoint.async_save(folder, step=2, model=self.model, optimizer=self.optimizer).wait
 
 
-class Fsdp2(BackgroundPeer):
-    """`fully_shard`, and torch's helpers with DCP: one file a rank, synced."""
+class Fsdp2(AsyncPeer):
+    """`fully_shard`, and torch's helpers with DCP: one synced file per rank."""
 
-    def prepare(self) -> None:
+    def shard_model(self) -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         blocks = [module for module in self.model.modules() if isinstance(module, Block)]
         for module in (*blocks, self.model):
             fully_shard(module, mesh=mesh)
         self.optimizer = AdamW(self.model.parameters(), **ADAMW)
-        # Hazard: messages of a save in the background must not meet those of the rest.
-        self._behind = dist.new_group()
+        # Hazard: an asynchronous save needs its own process group, or its messages would mix with those of training.
+        self._async_group = dist.new_group()
 
     def save(self, folder: Path) -> None:
         dcp_save(self._parts(), storage_writer=_writer(folder))
@@ -118,21 +118,21 @@ class Fsdp2(BackgroundPeer):
         dcp_load(parts, checkpoint_id=folder)
         set_state_dict(self.model, self.optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optim"])
 
-    def start_saving(self, folder: Path) -> Wait:
-        in_flight: Any = dcp_async_save(
-            self._parts(), storage_writer=_writer(folder / "later"), process_group=self._behind
+    def async_save(self, folder: Path) -> Wait:
+        future: Any = dcp_async_save(
+            self._parts(), storage_writer=_writer(folder / "later"), process_group=self._async_group
         )
-        return in_flight.result  # type: ignore[no-any-return]
+        return future.result  # type: ignore[no-any-return]
 
     def _parts(self) -> dict[str, Any]:
         model, optim = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optim": optim}
 
 
-class TorchsZero(Peer):
-    """torch's class: everything to rank 0, which writes and syncs one file; every rank reads all of it."""
+class TorchZeroPeer(Peer):
+    """torch's class. Rank 0 gathers everything and writes one synced file; every rank reads all of it."""
 
-    def prepare(self) -> None:
+    def shard_model(self) -> None:
         self.optimizer = TorchZero(self.model.parameters(), AdamW, **ADAMW)
 
     def save(self, folder: Path) -> None:
@@ -155,7 +155,7 @@ class TorchsZero(Peer):
 
 
 OURS, FSDP2, TORCH_ZERO = "zeroshard", "FSDP2 with DCP", "torch ZeRO"
-PEERS: dict[str, Callable[[str], Peer]] = {OURS: Ours, FSDP2: Fsdp2, TORCH_ZERO: TorchsZero}
+PEERS: dict[str, Callable[[str], Peer]] = {OURS: Ours, FSDP2: Fsdp2, TORCH_ZERO: TorchZeroPeer}
 
 
 def _writer(folder: Path) -> FileSystemWriter:

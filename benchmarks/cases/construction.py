@@ -1,4 +1,4 @@
-"""Construction, and how it grows with the number of ranks."""
+"""Time construction, and its growth with the number of ranks."""
 
 import torch.distributed as dist
 
@@ -12,8 +12,8 @@ FEW, MANY = 8, 1024
 
 
 def growth(rounds: int) -> list[Row]:
-    """10,000 parameters over ranks that do not exist: the `fake` backend."""
-    (times,) = run_ranks(1, _construct, rounds, backend="none")
+    """Shard 10,000 parameters over simulated ranks, with the `fake` backend."""
+    (times,) = run_ranks(1, _race, rounds, backend="none")
     rows = []
     for peer, bar in (("zeroshard", 1.3), ("torch", None)):
         few, many = times[f"{peer} {FEW}"], times[f"{peer} {MANY}"]
@@ -22,14 +22,14 @@ def growth(rounds: int) -> list[Row]:
     return rows
 
 
-def _construct(rounds: int) -> Times:
+def _race(rounds: int) -> Times:
     params = make_params(PARAMS)
     with fake_group(MANY):
         groups = {size: dist.new_group(list(range(size))) for size in (FEW, MANY)}
 
-        def construct(peer: str, size: int) -> Run:
+        def make_contestant(peer: str, size: int) -> Run:
             recipe = RECIPES["SGD"]
             return lambda: PEERS[peer](params, recipe.make, process_group=groups[size], **recipe.options)
 
-        contestants = {f"{peer} {size}": construct(peer, size) for peer in PEERS for size in groups}
+        contestants = {f"{peer} {size}": make_contestant(peer, size) for peer in PEERS for size in groups}
         return race(contestants, rounds, warmup=1)

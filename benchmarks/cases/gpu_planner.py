@@ -1,4 +1,4 @@
-"""What `plan` says of a rank's memory against what the GPU has allocated at most."""
+"""Compare the planner's estimate of a rank's memory with the peak that the GPU allocates."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -21,10 +21,11 @@ from .gpu_speed import Machine
 
 GB = 1e9
 TOKENS = 32
-"""So few that activations do not count."""
+"""Few enough that activations do not count."""
 BAR = 0.03
 BAR_LARGE = 0.05
-"""A plan allows for two buckets under way, and messages that arrive at once leave one there: where that is much."""
+"""For cases in which the size of buckets matters. A plan allows for two buckets in flight, but fake messages arrive
+immediately, so only one is."""
 WORLDS = (1, 8, 64)
 PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
     "float32": (torch.float32, None),
@@ -33,10 +34,10 @@ PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
 }
 
 
-class Found(NamedTuple):
-    """Bytes at most."""
+class Peaks(NamedTuple):
+    """Peak bytes while the optimizer is built, and in training."""
 
-    making: int
+    construction: int
     training: int
 
 
@@ -45,7 +46,7 @@ class Case(NamedTuple):
     precision: str
     world: int
     special: str = ""
-    """One of SPECIAL."""
+    """One of SPECIAL, or none."""
 
     def __str__(self) -> str:
         return f"{self.method}, {self.precision}, rank 0 of {self.world}{self.special and f', {self.special}'}"
@@ -61,31 +62,31 @@ class Case(NamedTuple):
 
     @property
     def shard_group_size(self) -> int | None:
-        return ROW if self.special == ROWS else None
+        return SHARD_GROUP_SIZE if self.special == SHARD_GROUPS else None
 
     @property
     def is_padded(self) -> bool:
-        return self.special == "embeddings that are padded"
+        return self.special == "padded embeddings"
 
 
-ROW = 8
-ROWS = f"in rows of {ROW}"
+SHARD_GROUP_SIZE = 8
+SHARD_GROUPS = f"shard groups of {SHARD_GROUP_SIZE}"
 SPECIAL = {
-    ROWS: ("float32", "bfloat16", "bfloat16 with masters"),
+    SHARD_GROUPS: ("float32", "bfloat16", "bfloat16 with masters"),
     "CPUOffload()": ("float32", "bfloat16 with masters"),
     "reduce_dtype=bfloat16": ("float32",),
-    "embeddings that are padded": ("float32", "bfloat16", "bfloat16 with masters"),
+    "padded embeddings": ("float32", "bfloat16", "bfloat16 with masters"),
 }
-"""What is tried beside the rest, and with what precision: on rank 0 of 8, and of 64 in rows."""
+"""Special options and their precisions. They run as rank 0 of 8, with shard groups as rank 0 of 64."""
 
 
-def against_plan(machine: Machine, *, special: bool) -> list[Row]:
-    """Rank 0 of so many; messages of those that do not exist cost nothing and take no memory."""
+def compare_with_plan(machine: Machine, *, special: bool) -> list[Row]:
+    """Measure rank 0. The other ranks do not exist: their messages cost no time and no memory."""
     rows: list[Row] = []
-    for case in (it for it in cases() if bool(it.special) == special):
+    for case in (case for case in cases() if bool(case.special) == special):
         try:
-            (found,) = run_ranks(1, _measured, machine, case, backend="none", limit_s=120)
-            rows += _rows(machine, case, found)
+            (peaks,) = run_ranks(1, _measure, machine, case, backend="none", limit_s=120)
+            rows += _rows(machine, case, peaks)
         except Exception as error:
             rows.append(failed_row(str(case), error))
     return rows
@@ -101,59 +102,60 @@ def cases() -> list[Case]:
         for world in WORLDS
     ]
     special = [
-        Case("zeroshard 2", precision, 64 if it == ROWS else 8, it)
-        for it, tried in SPECIAL.items()
-        for precision in tried
+        Case("zeroshard 2", precision, 64 if name == SHARD_GROUPS else 8, name)
+        for name, precisions in SPECIAL.items()
+        for precision in precisions
     ]
     return [*ours, *special, *peers]
 
 
-def _rows(machine: Machine, case: Case, found: Found) -> list[Row]:
-    usage = _plan(machine, case).estimate_for(case.method, case.world).memory
-    training = max(usage.phase_peaks["backward"], usage.phase_peaks["step"])
-    strict = BAR_LARGE if case.is_padded or case.shard_group_size else BAR
-    bar = strict if case.method.startswith("zeroshard") and machine.device == "cuda" else None
-    rows = [_row(f"training: {case}", training, found.training, bar)]
+def _rows(machine: Machine, case: Case, peaks: Peaks) -> list[Row]:
+    planned = _plan(machine, case).estimate_for(case.method, case.world).memory.phase_peaks
+    training = max(planned["backward"], planned["step"])
+    ours_bar = BAR_LARGE if case.is_padded or case.shard_group_size else BAR
+    bar = ours_bar if case.method.startswith("zeroshard") and machine.device == "cuda" else None
+    rows = [_row(f"training: {case}", training, peaks.training, bar)]
     if case.method.startswith("zeroshard"):
-        rows.append(_row(f"making the optimizer: {case}", usage.phase_peaks["making the optimizer"], found.making, bar))
+        construction = planned["construction"]
+        rows.append(_row(f"making the optimizer: {case}", construction, peaks.construction, bar))
     return rows
 
 
-def _row(what: str, said: int, found: int, bar: float | None) -> Row:
-    off = abs(said - found) / found if found else 0.0
-    return Row(what, f"{said / GB:.3f} GB planned", f"{found / GB:.3f} GB allocated", off, bar=bar)
+def _row(what: str, planned: int, allocated: int, bar: float | None) -> Row:
+    error = abs(planned - allocated) / allocated if allocated else 0.0
+    return Row(what, f"{planned / GB:.3f} GB planned", f"{allocated / GB:.3f} GB allocated", error, bar=bar)
 
 
 def _plan(machine: Machine, case: Case) -> Plan:
     with torch.device("meta"):
-        model = _model(machine, case).to(PRECISIONS[case.precision][0])
-    ranks, row = [case.world], case.shard_group_size
-    return plan(model, AdamW, ranks=ranks, config=case.config, device=machine.device, shard_group_size=row, lr=1e-4)
+        model = _make_model(machine, case).to(PRECISIONS[case.precision][0])
+    ranks, size = [case.world], case.shard_group_size
+    return plan(model, AdamW, ranks=ranks, config=case.config, device=machine.device, shard_group_size=size, lr=1e-4)
 
 
-def _model(machine: Machine, case: Case) -> nn.Sequential:
-    """1.31 G elements; the head has a matrix of its own. With other sizes it is not divisible by 8."""
+def _make_model(machine: Machine, case: Case) -> nn.Sequential:
+    """Make a GPT of 1.31 G elements whose head is not tied. Padded cases have sizes that 8 does not divide."""
     width, layers, words = (2048, 22, 50257) if machine.device == "cuda" else (64, 2, 500)
     width, words = (width - 16, words - 2) if case.is_padded else (width, words)
     blocks = [Block(width, 16) for _ in range(layers)]
     return nn.Sequential(nn.Embedding(words, width), *blocks, nn.LayerNorm(width), nn.Linear(width, words, bias=False))
 
 
-def _measured(machine: Machine, case: Case) -> Found:
+def _measure(machine: Machine, case: Case) -> Peaks:
     dtype, _ = PRECISIONS[case.precision]
     with fake_group(case.world):
         with torch.device(machine.device):
-            model = _model(machine, case).to(dtype)
+            model = _make_model(machine, case).to(dtype)
             ids = torch.randint(0, 500, (1, TOKENS))
-        _reset(machine)
-        trained, optimizer = TRAINERS[case.method](model, case)
-        making = _peak(machine)
+        _reset_peak(machine)
+        net, optimizer = TRAINERS[case.method](model, case)
+        construction = _read_peak(machine)
         for _ in range(3):
-            _reset(machine)
+            _reset_peak(machine)
             optimizer.zero_grad()
-            trained(ids).float().square().mean().backward()
+            net(ids).float().square().mean().backward()
             optimizer.step()
-        return Found(making, _peak(machine))
+        return Peaks(construction, _read_peak(machine))
 
 
 def _sharded(model: nn.Module, case: Case) -> tuple[nn.Module, Optimizer]:
@@ -161,21 +163,21 @@ def _sharded(model: nn.Module, case: Case) -> tuple[nn.Module, Optimizer]:
 
 
 def _ddp(model: nn.Module, _: Case) -> tuple[nn.Module, Optimizer]:
-    return _wrapped(model), AdamW(model.parameters(), lr=1e-4)
+    return _wrap_in_ddp(model), AdamW(model.parameters(), lr=1e-4)
 
 
 def _torch_zero(model: nn.Module, _: Case) -> tuple[nn.Module, Optimizer]:
-    return _wrapped(model), TorchZero(model.parameters(), AdamW, lr=1e-4)
+    return _wrap_in_ddp(model), TorchZero(model.parameters(), AdamW, lr=1e-4)
 
 
-def _wrapped(model: nn.Module) -> DistributedDataParallel:
-    """Its own reduction wants a result, which fake messages do not have."""
+def _wrap_in_ddp(model: nn.Module) -> DistributedDataParallel:
+    """Wrap the model. DDP's own reduction needs a result, which fake messages do not have."""
     wrapped = DistributedDataParallel(model)
-    wrapped.register_comm_hook(None, _arrived)
+    wrapped.register_comm_hook(None, _return_bucket)
     return wrapped
 
 
-def _arrived(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _return_bucket(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
@@ -198,11 +200,11 @@ TRAINERS: dict[str, Callable[[nn.Sequential, Case], tuple[nn.Module, Optimizer]]
 }
 
 
-def _reset(machine: Machine) -> None:
+def _reset_peak(machine: Machine) -> None:
     if machine.device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
 
 
-def _peak(machine: Machine) -> int:
+def _read_peak(machine: Machine) -> int:
     return torch.cuda.max_memory_allocated() if machine.device == "cuda" else 0

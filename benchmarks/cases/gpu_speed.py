@@ -1,4 +1,4 @@
-"""`step()` on one GPU: alone over NCCL, and as rank 0 of many ranks that do not exist."""
+"""Time `step()` on one GPU: one rank over NCCL, and rank 0 of many simulated ranks."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ PEER_VIEWS = {f"{peer}{', bucket view' if view else ''}": (peer, view) for peer 
 
 
 class Machine(NamedTuple):
-    """Where to run: on a GPU at full size, or anywhere else with a few parameters, to try the code out."""
+    """The device to run on: a GPU at full size, or another device with few parameters, to try the code."""
 
     device: str
 
@@ -27,7 +27,7 @@ class Machine(NamedTuple):
         return [(1024,)] * (4000 if self.device == "cuda" else 40)
 
     def race(self, contestants: dict[str, Run], rounds: int, *, warm: bool = False) -> Times:
-        """`warm`: each timed run follows one that is not, so that the host's caches are not full of others' tensors."""
+        """Race contestants. `warm`: repeat each run untimed first, so other tensors do not fill the host's caches."""
         clock = cuda_clock if self.device == "cuda" else wall_clock
 
         def warm_clock(run: Run) -> float:
@@ -41,21 +41,21 @@ MODELS = ("GPT 1.3B", "4,000 small")
 
 
 def alone(machine: Machine, rounds: int) -> list[Row]:
-    """World size 1 against the plain optimizer, and against torch's class."""
+    """Compare a step at world size 1 with the plain optimizer and with torch's class."""
     rows: list[Row] = []
     for model in MODELS:
         for recipe in ("fused AdamW", "foreach AdamW"):
-            (times,) = run_ranks(1, _alone, machine, model, recipe, rounds, backend=machine.backend)
+            (times,) = run_ranks(1, _race_alone, machine, model, recipe, rounds, backend=machine.backend)
             what = f"step, {model}, 1 rank, {recipe}"
             rows += [row for view in ("", ", bucket view") for row in _rows_alone(what, times, view, machine)]
     return rows
 
 
 def shares(machine: Machine, rounds: int) -> list[Row]:
-    """One rank's share of a step in a large world; `fake` messages cost nothing."""
+    """Time rank 0's step at large world sizes. `fake` messages cost nothing."""
     rows: list[Row] = []
     for model in MODELS:
-        (by_world,) = run_ranks(1, _shares, machine, model, rounds, backend="none")
+        (by_world,) = run_ranks(1, _race_as_rank_0, machine, model, rounds, backend="none")
         for world, times in by_world.items():
             for view in ("", ", bucket view"):
                 ours, theirs = times[f"zeroshard{view}"], times[f"torch{view}"]
@@ -73,39 +73,39 @@ def _rows_alone(what: str, times: Times, view: str, machine: Machine) -> list[Ro
     ]
 
 
-def _alone(machine: Machine, model: str, recipe: str, rounds: int) -> Times:
+def _race_alone(machine: Machine, model: str, recipe: str, rounds: int) -> Times:
     shapes = machine.shapes(model)
-    grads = _grads(shapes, machine)
+    grads = _make_grads(shapes, machine)
     contestants: dict[str, Run] = {}
     for name, (peer, view) in PEER_VIEWS.items():
-        params = _params(shapes, machine, grads)
+        params = _make_params(shapes, machine, grads)
         contestants[name] = RECIPES[recipe].sharded(peer, params, bucket_view=view).step
         if name.startswith("zeroshard"):
-            # On the very same parameters: with thousands of them the host's caches decide.
+            # On the same parameter objects: with thousands of them, the host's caches determine the time.
             contestants[name.replace("zeroshard", "plain")] = RECIPES[recipe].plain(params).step
     return machine.race(contestants, rounds)
 
 
-def _shares(machine: Machine, model: str, rounds: int) -> dict[int, Times]:
+def _race_as_rank_0(machine: Machine, model: str, rounds: int) -> dict[int, Times]:
     shapes, recipe = machine.shapes(model), RECIPES["fused AdamW"]
-    grads = _grads(shapes, machine)
-    found: dict[int, Times] = {}
+    grads = _make_grads(shapes, machine)
+    by_world: dict[int, Times] = {}
     for world in (8, 64, 512):
         with fake_group(world):
             contestants: dict[str, Run] = {}
             for name, (peer, view) in PEER_VIEWS.items():
-                optimizer = recipe.sharded(peer, _params(shapes, machine, grads), bucket_view=view)
+                optimizer = recipe.sharded(peer, _make_params(shapes, machine, grads), bucket_view=view)
                 contestants[name] = optimizer.step
                 owned = [tuple(param.shape) for group in optimizer.optim.param_groups for param in group["params"]]
-            contestants["share"] = recipe.plain(_params(owned, machine, ())).step
-            found[world] = machine.race(contestants, rounds)
-    return found
+            contestants["share"] = recipe.plain(_make_params(owned, machine, ())).step
+            by_world[world] = machine.race(contestants, rounds)
+    return by_world
 
 
-def _grads(shapes: list[Shape], machine: Machine) -> list[torch.Tensor]:
-    """Gradients that all contestants share, to save memory."""
+def _make_grads(shapes: list[Shape], machine: Machine) -> list[torch.Tensor]:
+    """Make gradients that all contestants share, to save memory."""
     return [torch.randn(shape, device=machine.device) * 1e-2 for shape in shapes]
 
 
-def _params(shapes: list[Shape], machine: Machine, grads: "list[torch.Tensor] | tuple[()]") -> list[torch.Tensor]:
+def _make_params(shapes: list[Shape], machine: Machine, grads: "list[torch.Tensor] | tuple[()]") -> list[torch.Tensor]:
     return make_params(shapes, device=machine.device, grads=grads)

@@ -1,4 +1,4 @@
-"""Hundreds of parameter groups, as layer-wise learning rates make them."""
+"""Hundreds of parameter groups, as with layer-wise learning rates."""
 
 from functools import partial
 from itertools import product
@@ -11,11 +11,15 @@ from ..harness.timing import Times, ms, race, ratio, slowest
 
 COUNT = 300
 SHAPES: list[Shape] = [(32, 32), (32,)]
-"""Of the parameters of a group."""
+"""Shapes of the parameters of a group."""
 WORLD = 2
 BUILD_BAR, STEP_BAR = 3.0, 1.2
-WAYS = ("one by one", "at once")
-CONTESTANTS = {**{f"zeroshard, {way}": ("zeroshard", way) for way in WAYS}, "torch": ("torch", "one by one")}
+METHODS = ("one by one", "at once")
+"""Add each group with `add_param_group`, or all of them with `add_param_groups`."""
+CONTESTANTS = {
+    **{f"zeroshard, {method}": ("zeroshard", method) for method in METHODS},
+    "torch": ("torch", "one by one"),
+}
 
 
 class Job(NamedTuple):
@@ -30,41 +34,41 @@ class Job(NamedTuple):
 
 
 def many_groups(rounds: int) -> list[Row]:
-    """Adding groups one by one and at once, and stepping what was built so. torch's class adds one by one."""
+    """Time adding groups one by one and at once, and steps afterwards. torch's class can only add one by one."""
     rows: list[Row] = []
     for view in (False, True):
         job = Job("AdamW", view)
         times = slowest(run_ranks(WORLD, _race_builds, job, rounds))
-        for way in WAYS:
-            ours = times[f"zeroshard, {way}"]
+        for method in METHODS:
+            ours = times[f"zeroshard, {method}"]
             cells = (ms(ours), f"{ms(times['torch'])} torch")
-            rows.append(ratio_row(f"add groups {way}, {job.label}", *cells, ratio(ours, times["torch"]), BUILD_BAR))
-    # SGD's own step is so short that bookkeeping of options is half of it, in both classes.
+            rows.append(ratio_row(f"add groups {method}, {job.label}", *cells, ratio(ours, times["torch"]), BUILD_BAR))
+    # SGD's own step is so short that half of it is copying options, in both classes.
     for (name, bar), view in product((("AdamW", STEP_BAR), ("SGD", None)), (False, True)):
         job = Job(name, view)
         times = slowest(run_ranks(WORLD, _race_steps, job, 6 * rounds))
-        for way in WAYS:
-            ours = times[f"zeroshard, {way}"]
+        for method in METHODS:
+            ours = times[f"zeroshard, {method}"]
             cells = (ms(ours), f"{ms(times['torch'])} torch")
-            rows.append(ratio_row(f"step, added {way}, {job.label}", *cells, ratio(ours, times["torch"]), bar))
+            rows.append(ratio_row(f"step, added {method}, {job.label}", *cells, ratio(ours, times["torch"]), bar))
     return rows
 
 
 def _race_builds(job: Job, rounds: int) -> Times:
-    groups = _groups()
-    return race({name: partial(_built, name, groups, job) for name in CONTESTANTS}, rounds, warmup=1)
+    groups = _make_groups()
+    return race({name: partial(_build, name, groups, job) for name in CONTESTANTS}, rounds, warmup=1)
 
 
 def _race_steps(job: Job, rounds: int) -> Times:
-    return race({name: _built(name, _groups(), job).step for name in CONTESTANTS}, rounds)
+    return race({name: _build(name, _make_groups(), job).step for name in CONTESTANTS}, rounds)
 
 
-def _built(contestant: str, groups: list[dict[str, Any]], job: Job) -> Any:
-    peer, way = CONTESTANTS[contestant]
+def _build(contestant: str, groups: list[dict[str, Any]], job: Job) -> Any:
+    peer, method = CONTESTANTS[contestant]
     first, *others = (dict(group) for group in groups)
     recipe = RECIPES[job.recipe]
     optimizer = PEERS[peer]([first], recipe.make, parameters_as_bucket_view=job.bucket_view, **recipe.options)
-    if way == "at once":
+    if method == "at once":
         optimizer.add_param_groups(others)
     else:
         for group in others:
@@ -72,6 +76,6 @@ def _built(contestant: str, groups: list[dict[str, Any]], job: Job) -> Any:
     return optimizer
 
 
-def _groups() -> list[dict[str, Any]]:
+def _make_groups() -> list[dict[str, Any]]:
     params, size = make_params(SHAPES * COUNT), len(SHAPES)
     return [{"params": params[size * i : size * (i + 1)], "lr": 1e-3 * (i + 1) / COUNT} for i in range(COUNT)]

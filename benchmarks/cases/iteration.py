@@ -1,4 +1,4 @@
-"""A whole training iteration under DDP, for context."""
+"""Time a full training iteration under DDP, for context."""
 
 from typing import Any
 
@@ -15,10 +15,10 @@ CONTESTANTS = ("zeroshard", "zeroshard, bucket view", "torch", "torch, bucket vi
 
 
 def iterations(rounds: int) -> list[Row]:
-    """DDP and an optimizer on the GPT, 2 ranks."""
+    """Train the GPT under DDP with each optimizer, on 2 ranks."""
     rows: list[Row] = []
     for recipe in ("fused AdamW", "AdamW"):
-        times = slowest(run_ranks(2, _iterate, recipe, rounds))
+        times = slowest(run_ranks(2, _race, recipe, rounds))
         for ours in CONTESTANTS[:2]:
             for peer in (ours.replace("zeroshard", "torch"), "plain"):
                 what = f"DDP iteration, GPT 26M, 2 ranks, {ours.replace('zeroshard', recipe)}"
@@ -27,11 +27,11 @@ def iterations(rounds: int) -> list[Row]:
     return rows
 
 
-def _iterate(recipe: str, rounds: int) -> Times:
-    return race({name: _iteration(RECIPES[recipe], name) for name in CONTESTANTS}, rounds, warmup=3)
+def _race(recipe: str, rounds: int) -> Times:
+    return race({name: _make_contestant(RECIPES[recipe], name) for name in CONTESTANTS}, rounds, warmup=3)
 
 
-def _iteration(recipe: Recipe, name: str) -> Run:
+def _make_contestant(recipe: Recipe, name: str) -> Run:
     model = DistributedDataParallel(gpt())
     params = list(model.parameters())
     peer, *view = name.split(", ")

@@ -1,4 +1,4 @@
-"""Four ranks in two rows against four in one: the same numbers, and what travels from row to row."""
+"""Compare two shard groups of two ranks with one of four: results, and bytes between shard groups."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,40 +17,44 @@ from ..harness.timing import Times, ms, race, ratio, slowest
 from ..harness.workloads import WORKLOADS
 
 RANKS = 4
-ROWS = ((0, 1), (2, 3))
-SHAPES = {"4 x 1": RANKS, "2 x 2": 2}
-"""How many ranks share the state."""
+SHARD_GROUPS = ((0, 1), (2, 3))
+SHARD_GROUP_SIZES = {"4 x 1": RANKS, "2 x 2": 2}
 MIB = 2**20
 
 
-class Found(NamedTuple):
+class RankResult(NamedTuple):
     times: Times
     sent: dict[str, tuple[int, int]]
-    """Bytes that this rank sent within its row and to the other one, in an iteration of each shape."""
+    """Bytes that this rank sent within its shard group and to the other one, in one iteration, by shape."""
     state: dict[str, int]
     difference: float
 
 
-def two_rows(name: str, rounds: int) -> list[Row]:
-    found: list[Found] = run_ranks(RANKS, _train, name, rounds, limit_s=300)
-    times, label = slowest([one.times for one in found]), WORKLOADS[name].label
-    inside, across = ({shape: sum(one.sent[shape][i] for one in found) for shape in SHAPES} for i in range(2))
-    state = {shape: max(one.state[shape] for one in found) for shape in SHAPES}
-    fewer = ("bytes between rows", across, 0.51), ("bytes within rows", inside, None), ("state of a rank", state, None)
+def compare(name: str, rounds: int) -> list[Row]:
+    results: list[RankResult] = run_ranks(RANKS, _train, name, rounds, limit_s=300)
+    times, label = slowest([result.times for result in results]), WORKLOADS[name].label
+    within, between = (
+        {shape: sum(result.sent[shape][i] for result in results) for shape in SHARD_GROUP_SIZES} for i in range(2)
+    )
+    state = {shape: max(result.state[shape] for result in results) for shape in SHARD_GROUP_SIZES}
+    comparisons = (
+        ("bytes between shard groups", between, 0.51),
+        ("bytes within shard groups", within, None),
+        ("state of a rank", state, None),
+    )
     rows = [
         Row(
             f"{what}, {label}",
-            f"{of['2 x 2'] / MIB:.1f} MiB in 2 x 2",
-            f"{of['4 x 1'] / MIB:.1f} MiB in 4 x 1",
-            of["2 x 2"] / of["4 x 1"],
+            f"{num_bytes['2 x 2'] / MIB:.1f} MiB in 2 x 2",
+            f"{num_bytes['4 x 1'] / MIB:.1f} MiB in 4 x 1",
+            num_bytes["2 x 2"] / num_bytes["4 x 1"],
             bar=bar,
         )
-        for what, of, bar in fewer
+        for what, num_bytes, bar in comparisons
     ]
-    most = max(one.difference for one in found)
-    rows.append(
-        Row(f"largest difference of a parameter after {rounds + 2} steps, {label}", f"{most:.2g}", "", most, bar=1e-4)
-    )
+    largest = max(result.difference for result in results)
+    what = f"largest difference of a parameter after {rounds + 2} steps, {label}"
+    rows.append(Row(what, f"{largest:.2g}", "", largest, bar=1e-4))
     spread = ratio(times["2 x 2"], times["4 x 1"])
     return [
         *rows,
@@ -58,24 +62,26 @@ def two_rows(name: str, rounds: int) -> list[Row]:
     ]
 
 
-def _train(name: str, rounds: int) -> Found:
-    runs = {shape: _Run(name, within) for shape, within in SHAPES.items()}
+def _train(name: str, rounds: int) -> RankResult:
+    runs = {shape: _Run(name, size) for shape, size in SHARD_GROUP_SIZES.items()}
     times = race({shape: run.iterate for shape, run in runs.items()}, rounds)
     params = [[param.detach() for param in run.model.parameters()] for run in runs.values()]
     difference = max(float((a - b).abs().max()) for a, b in zip(*params, strict=True))
     sent = {}
     for shape, run in runs.items():
-        with _counted() as bytes_sent:
+        with _count_sent_bytes() as bytes_sent:
             run.iterate()
         sent[shape] = (bytes_sent[True], bytes_sent[False])
-    return Found(times, sent, {shape: run.state_bytes for shape, run in runs.items()}, difference)
+    return RankResult(times, sent, {shape: run.state_bytes for shape, run in runs.items()}, difference)
 
 
 class _Run:
-    def __init__(self, name: str, within: int) -> None:
+    def __init__(self, name: str, shard_group_size: int) -> None:
         workload = WORKLOADS[name]
         self.model, self._batch = workload.build(), workload.batch(dist.get_rank())
-        self._optimizer: ShardedOptimizer = shard(self.model, AdamW, shard_group_size=within, lr=1e-4, fused=True)
+        self._optimizer: ShardedOptimizer = shard(
+            self.model, AdamW, shard_group_size=shard_group_size, lr=1e-4, fused=True
+        )
 
     def iterate(self) -> None:
         torch.autograd.backward(self.model(self._batch))
@@ -89,14 +95,17 @@ class _Run:
 
 
 @contextmanager
-def _counted() -> Iterator[dict[bool, int]]:
-    """Bytes sent to ranks of this rank's row, and to others. Gradients and parameters go from rank to rank on gloo."""
-    (mine,) = [row for row in ROWS if dist.get_rank() in row]
+def _count_sent_bytes() -> Iterator[dict[bool, int]]:
+    """Count the bytes that this rank sends within its shard group (True) and to other ranks (False).
+
+    On gloo, gradients and parameters are sent point to point.
+    """
+    (own_group,) = [ranks for ranks in SHARD_GROUPS if dist.get_rank() in ranks]
     sent, isend = {True: 0, False: 0}, dist.isend
 
-    def counting(tensor: torch.Tensor, to: int, *args: Any) -> Any:
-        sent[to in mine] += tensor.nbytes
+    def count_and_send(tensor: torch.Tensor, to: int, *args: Any) -> Any:
+        sent[to in own_group] += tensor.nbytes
         return isend(tensor, to, *args)
 
-    with mock.patch.object(dist, "isend", counting):
+    with mock.patch.object(dist, "isend", count_and_send):
         yield sent

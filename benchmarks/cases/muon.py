@@ -1,4 +1,4 @@
-"""Muon on the matrices of a GPT and AdamW on the rest: rules, the unsharded pair, and torch's ZeRO twice."""
+"""Train a GPT with Muon on its matrices and AdamW on the rest: rules, the unsharded pair, and two of torch's ZeRO."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -31,14 +31,14 @@ OVERLAP = "zeroshard, rules, overlap_param_gather"
 TORCH = "torch ZeRO, twice"
 MUON: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 ADAMW: dict[str, Any] = {"lr": 3e-4, "weight_decay": 0.1}
-METERED = 3
-"""Steps before the race. DDP settles on its buckets in the second."""
-LAPS = 2
+METERED_STEPS = 3
+"""Steps before the race. DDP rebuilds its buckets in the second."""
+LAPS_PER_TURN = 2
 EXCLUDED = ("tokens", "positions")
 
 
 class Size(NamedTuple):
-    """A GPT: four matrices a layer."""
+    """The size of a GPT with four matrices per layer."""
 
     vocabulary: int = 1024
     context: int = 64
@@ -57,14 +57,16 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Contestant:
-    """A model with its optimizers, trained by one call after the other."""
+    """A model with its optimizers."""
 
     net: nn.Module
+    """The module whose forward pass is called: DDP or the model itself."""
     model: nn.Module
     optimizers: Sequence[Any]
     work: Callable[[], tuple[float, ...]]
-    """What each rank's update takes, counted."""
+    """Returns the counted operations of each rank's update."""
     finish: Callable[[], object] = lambda: None
+    """Waits for messages that the last step left in flight."""
 
     def backward(self, batch: Tensor) -> None:
         torch.autograd.backward(self.net(batch))
@@ -77,61 +79,62 @@ class Contestant:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
-    def inner(self) -> list[Optimizer]:
-        """What this rank updates its part with."""
-        found: list[Optimizer] = []
+    def inner_optimizers(self) -> list[Optimizer]:
+        """Return the optimizers that update this rank's shards."""
+        inner: list[Optimizer] = []
         for optimizer in self.optimizers:
-            found += getattr(optimizer, "inner_optimizers", None) or [getattr(optimizer, "optim", optimizer)]
-        return found
+            inner += getattr(optimizer, "inner_optimizers", None) or [getattr(optimizer, "optim", optimizer)]
+        return inner
 
     def state_bytes(self) -> int:
-        states = [state for optimizer in self.inner() for state in optimizer.state.values()]
-        return sum(it.nbytes for state in states for it in state.values() if isinstance(it, Tensor) and it.dim())
+        entries = [entry for optimizer in self.inner_optimizers() for entry in optimizer.state.values()]
+        values = [value for entry in entries for value in entry.values()]
+        return sum(value.nbytes for value in values if isinstance(value, Tensor) and value.dim())
 
 
-def divided(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """The matrices for Muon, and the rest, without the code under test."""
-    inside = {id(param) for module in model.modules() if isinstance(module, Block) for param in module.parameters()}
+def split_params(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the matrices for Muon and the other parameters, without the code under test."""
+    in_blocks = {id(param) for module in model.modules() if isinstance(module, Block) for param in module.parameters()}
     params: list[Tensor] = list(model.parameters())
-    chosen = [param for param in params if param.dim() == 2 and id(param) in inside]
-    known = {id(param) for param in chosen}
-    return chosen, [param for param in params if id(param) not in known]
+    matrices = [param for param in params if param.dim() == 2 and id(param) in in_blocks]
+    matrix_ids = {id(param) for param in matrices}
+    return matrices, [param for param in params if id(param) not in matrix_ids]
 
 
-def _counted(model: nn.Module) -> tuple[FlopCost, float]:
-    """What Muon takes for a parameter, and AdamW for all of its own."""
-    muon, rest = divided(model)
-    work = FlopCost(OptimizerFactory(Muon, [{"params": muon}], True, MUON))
-    return work, sum(map(numel_cost, make_param_specs([{"params": rest}])))
+def _count_work(model: nn.Module) -> tuple[FlopCost, float]:
+    """Return Muon's cost per parameter, and AdamW's cost for all of its parameters."""
+    muon, adamw = split_params(model)
+    muon_cost = FlopCost(OptimizerFactory(Muon, [{"params": muon}], True, MUON))
+    return muon_cost, sum(map(numel_cost, make_param_specs([{"params": adamw}])))
 
 
 def _baseline(model: nn.Module) -> Contestant:
-    muon, rest = divided(model)
-    work, others = _counted(model)
-    total = sum(map(work, make_param_specs([{"params": muon}]))) + others
-    pair = [Muon(muon, **MUON), AdamW(rest, **ADAMW)]
+    muon, adamw = split_params(model)
+    muon_cost, adamw_work = _count_work(model)
+    total = sum(map(muon_cost, make_param_specs([{"params": muon}]))) + adamw_work
+    pair = [Muon(muon, **MUON), AdamW(adamw, **ADAMW)]
     return Contestant(DistributedDataParallel(model), model, pair, lambda: (total,) * dist.get_world_size())
 
 
 def _torch_zero(model: nn.Module) -> Contestant:
-    muon, rest = divided(model)
-    zeros: list[Any] = [TorchZero(muon, Muon, **MUON), TorchZero(rest, AdamW, **ADAMW)]
-    work, _ = _counted(model)
+    muon, adamw = split_params(model)
+    zeros: list[Any] = [TorchZero(muon, Muon, **MUON), TorchZero(adamw, AdamW, **ADAMW)]
+    muon_cost, _ = _count_work(model)
 
-    def loads() -> tuple[float, ...]:
-        costs: list[CostFn] = [work, numel_cost]
-        found = [0.0] * dist.get_world_size()
+    def work_per_rank() -> tuple[float, ...]:
+        costs: list[CostFn] = [muon_cost, numel_cost]
+        work = [0.0] * dist.get_world_size()
         for zero, cost in zip(zeros, costs, strict=True):
             for rank, groups in enumerate(zero._partition_parameters()):
-                found[rank] += sum(map(cost, make_param_specs(groups)))
-        return tuple(found)
+                work[rank] += sum(map(cost, make_param_specs(groups)))
+        return tuple(work)
 
-    return Contestant(DistributedDataParallel(model), model, zeros, loads)
+    return Contestant(DistributedDataParallel(model), model, zeros, work_per_rank)
 
 
 def _rules(model: nn.Module, *, overlap: bool = False) -> Contestant:
-    given = [ParamRule(matrix_params(EXCLUDED), Muon, **MUON), ParamRule(remaining_params, AdamW, **ADAMW)]
-    optimizer = shard(model, given, config=ZeroConfig(overlap_param_gather=overlap))
+    rules = [ParamRule(matrix_params(EXCLUDED), Muon, **MUON), ParamRule(remaining_params, AdamW, **ADAMW)]
+    optimizer = shard(model, rules, config=ZeroConfig(overlap_param_gather=overlap))
     return Contestant(model, model, [optimizer], lambda: optimizer.balance.cost_per_rank, optimizer.wait_for_params)
 
 
@@ -148,7 +151,7 @@ class Lap(NamedTuple):
 
     wall: float
     inner: float
-    """The inner optimizers' own steps: what a rank waits for is the slowest one's."""
+    """CPU time of the inner optimizers' steps. All ranks wait for the slowest one."""
 
 
 class Meters(NamedTuple):
@@ -160,11 +163,11 @@ class Meters(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """A contestant, over all ranks."""
+    """The result of a contestant over all ranks."""
 
     wall: list[float]
     inner: list[float]
-    """Of the slowest rank over the mean, in each round."""
+    """The slowest rank's `Lap.inner` relative to the mean, in each round."""
     wire: int
     state: int
     difference: float
@@ -172,15 +175,16 @@ class Result:
 
     @property
     def slowest(self) -> float:
+        """The slowest rank's work relative to the mean."""
         return max(self.work) * len(self.work) / sum(self.work)
 
 
 def run_race(size: Size, world: int, rounds: int) -> dict[str, Result]:
     by_rank = run_ranks(world, _compete, size, rounds, limit_s=900, start="forkserver")
-    return {name: _over_ranks([of_rank[name] for of_rank in by_rank]) for name in CONTESTANTS}
+    return {name: _combine_ranks([results[name] for results in by_rank]) for name in CONTESTANTS}
 
 
-def _over_ranks(ranks: Sequence[tuple[Meters, list[Lap]]]) -> Result:
+def _combine_ranks(ranks: Sequence[tuple[Meters, list[Lap]]]) -> Result:
     meters = [meter for meter, _ in ranks]
     rounds = list(zip(*(laps for _, laps in ranks), strict=True))
     return Result(
@@ -199,32 +203,32 @@ def _compete(size: Size, rounds: int) -> dict[str, tuple[Meters, list[Lap]]]:
     reference: list[Tensor] = []
     for name, make in CONTESTANTS.items():
         contestants[name] = make(deepcopy(model))
-        meters[name] = _meter(contestants[name], size.batch(0), reference)  # with it all gradients are the same
+        meters[name] = _meter(contestants[name], size.batch(0), reference)  # one batch: all ranks have equal gradients
         reference = reference or [param.detach().clone() for param in contestants[name].model.parameters()]
     laps: dict[str, list[Lap]] = {name: [] for name in CONTESTANTS}
     for _, name in turns(list(CONTESTANTS), rounds):
-        _iterate(contestants[name], batch)  # leaves under way what the timed ones leave
-        laps[name] += [_lap(contestants[name], batch) for _ in range(LAPS)]
+        _iterate(contestants[name], batch)  # warm-up: leaves the same messages in flight as a timed iteration
+        laps[name] += [_time_lap(contestants[name], batch) for _ in range(LAPS_PER_TURN)]
         contestants[name].finish()
     return {name: (meters[name], laps[name]) for name in CONTESTANTS}
 
 
 def _meter(contestant: Contestant, batch: Tensor, reference: Sequence[Tensor]) -> Meters:
-    for _ in range(METERED - 1):
+    for _ in range(METERED_STEPS - 1):
         _iterate(contestant, batch)
     contestant.finish()
-    before = _all_sent()
+    before = _read_sent_bytes()
     _iterate(contestant, batch)
     contestant.finish()
-    sent = _all_sent() - before
+    sent = _read_sent_bytes() - before
     pairs = zip(contestant.model.parameters(), reference, strict=True) if reference else ()
     difference = max((float((a.detach() - b).abs().max()) for a, b in pairs), default=0.0)
     return Meters(sent, contestant.state_bytes(), difference, contestant.work())
 
 
-def _all_sent() -> int:
+def _read_sent_bytes() -> int:
     dist.barrier()
-    time.sleep(0.1)  # what was received last is acknowledged late
+    time.sleep(0.1)  # the last messages are acknowledged late
     return sent_bytes()
 
 
@@ -234,8 +238,8 @@ def _iterate(contestant: Contestant, batch: Tensor) -> None:
     contestant.zero_grad()
 
 
-def _lap(contestant: Contestant, batch: Tensor) -> Lap:
-    clocks = [_Clock(optimizer) for optimizer in contestant.inner()]
+def _time_lap(contestant: Contestant, batch: Tensor) -> Lap:
+    clocks = [_StepClock(optimizer) for optimizer in contestant.inner_optimizers()]
     start = time.perf_counter()
     _iterate(contestant, batch)
     wall = time.perf_counter() - start
@@ -244,8 +248,8 @@ def _lap(contestant: Contestant, batch: Tensor) -> Lap:
     return Lap(wall, sum(clock.seconds for clock in clocks))
 
 
-class _Clock:
-    """CPU time of an inner optimizer's steps on this rank: on shared cores the wall says who was interrupted."""
+class _StepClock:
+    """CPU time of an inner optimizer's steps on this rank. On shared cores, wall time would depend on interruptions."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.seconds = self._start = 0.0

@@ -1,4 +1,4 @@
-"""Each contestant trains alone in processes of its own: does it work here, and how much memory does it take?"""
+"""Train each contestant in its own processes, to find out whether it works here and how much memory it uses."""
 
 import gc
 
@@ -14,29 +14,29 @@ from .peers_trainers import CONTESTANTS
 ITERATIONS = 3
 
 
-class NotHereError(RuntimeError):
-    """A contestant that cannot take part on this machine."""
+class UnavailableError(RuntimeError):
+    """A contestant cannot run on this machine."""
 
 
 def peak_growth(case: Case, name: str, *, in_use: bool) -> int:
-    """Bytes that the fullest rank took at the peak beyond those of the built model.
+    """Return the fullest rank's peak memory beyond that of the built model, in bytes.
 
-    in_use: do not count what the allocator keeps for later; by default it keeps most of what was freed.
+    `in_use`: do not count freed memory that the allocator keeps; by default it keeps most of it.
     """
-    grown: list[int | str] = run_ranks(case.world, _train_alone, case, name, in_use, start="forkserver")
-    for reason in grown:
-        if isinstance(reason, str):
-            raise NotHereError(reason)
-    return max(peak for peak in grown if isinstance(peak, int))
+    results: list[int | str] = run_ranks(case.world, _train_if_available, case, name, in_use, start="forkserver")
+    for error in results:
+        if isinstance(error, str):
+            raise UnavailableError(error)
+    return max(growth for growth in results if isinstance(growth, int))
 
 
-def _train_alone(case: Case, name: str, in_use: bool) -> int | str:
-    reason = CONTESTANTS[name].why_not()
-    if reason is not None:
-        return reason
+def _train_if_available(case: Case, name: str, in_use: bool) -> int | str:
+    error = CONTESTANTS[name].find_error()
+    if error is not None:
+        return error
     if in_use:
         return_freed_memory()
-    _train("tiny", case.recipe, name)  # loads and sets up what would otherwise count
+    _train("tiny", case.recipe, name)  # import modules and initialize: these must not count
     return _train(case.workload, case.recipe, name)
 
 

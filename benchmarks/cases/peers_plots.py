@@ -1,4 +1,4 @@
-"""The board as pictures."""
+"""Draw the board."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -13,16 +13,16 @@ from .peers_race import Case, Result
 from .peers_rows import SETTINGS, Board, ideal_state
 from .peers_trainers import BASELINE, PEERS
 
-OURS, THEIRS = ("#0b6e4f", "#6fbf9f"), ("#4a5568", "#a0aec0")
-"""Each for few ranks and for more of them."""
+OUR_COLORS, PEER_COLORS = ("#0b6e4f", "#6fbf9f"), ("#4a5568", "#a0aec0")
+"""For alternating world sizes."""
 
 
-Figure = Callable[[Case, str], Spread | None]
-"""How long a contestant's bar is in a case, with its quartiles."""
+Value = Callable[[Case, str], Spread | None]
+"""Returns the length of a contestant's bar in a case, with its quartiles."""
 
 
 def draw(board: Board, folder: Path) -> None:
-    """`peers_*.png`, if matplotlib is there and anything was measured."""
+    """Write `peers_*.png`, if matplotlib is installed and there are races."""
     try:
         import matplotlib
     except ImportError:
@@ -32,85 +32,88 @@ def draw(board: Board, folder: Path) -> None:
         return
     matplotlib.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
-    _times(board, lambda result: result.wall, "iteration relative to DDP + AdamW", folder / "peers_iteration.png")
-    _times(board, lambda result: result.cpu, "CPU time relative to DDP + AdamW", folder / "peers_cpu.png")
-    _resources(board, folder / "peers_resources.png")
+    _draw_times(board, lambda result: result.wall, "iteration relative to DDP + AdamW", folder / "peers_iteration.png")
+    _draw_times(board, lambda result: result.cpu, "CPU time relative to DDP + AdamW", folder / "peers_cpu.png")
+    _draw_resources(board, folder / "peers_resources.png")
 
 
-def _times(board: Board, times: Callable[[Result], list[float]], title: str, path: Path) -> None:
-    """A column for each model, a line for each setting."""
+def _draw_times(board: Board, times: Callable[[Result], list[float]], title: str, path: Path) -> None:
+    """Draw a column for each model and a row for each setting."""
 
-    def figure(case: Case, name: str) -> Spread | None:
+    def value(case: Case, name: str) -> Spread | None:
         results = board.races.get(case, {})
         if name not in results:
             return None
         return ratio(times(results[name]), times(results[BASELINE]))
 
     models, recipes = _unique(board, "workload"), _unique(board, "recipe")
-    axes = _panels(len(recipes), len(models), title)
-    for (line, recipe), (column, model) in product(enumerate(recipes), enumerate(models)):
-        panel = axes[line][column]
-        panel.set_title(f"{WORKLOADS[model].label}\n{SETTINGS[recipe]}", fontsize=9)
-        _bars(panel, board, [Case(model, world, recipe) for world in _unique(board, "world")], figure)
-        panel.axvline(1, color="black", linewidth=0.8)
+    axes = _make_axes(len(recipes), len(models), title)
+    for (row, recipe), (column, model) in product(enumerate(recipes), enumerate(models)):
+        axis = axes[row][column]
+        axis.set_title(f"{WORKLOADS[model].label}\n{SETTINGS[recipe]}", fontsize=9)
+        _draw_bars(axis, board, [Case(model, world, recipe) for world in _unique(board, "world")], value)
+        axis.axvline(1, color="black", linewidth=0.8)
     _save(axes, board, path)
 
 
-def _resources(board: Board, path: Path) -> None:
-    def counter(value: Callable[[Case, Result], float]) -> Figure:
-        def figure(case: Case, name: str) -> Spread | None:
+def _draw_resources(board: Board, path: Path) -> None:
+    def counter(count: Callable[[Case, Result], float]) -> Value:
+        def value(case: Case, name: str) -> Spread | None:
             result = board.races.get(case, {}).get(name)
-            return None if result is None else _exact(value(case, result))
+            return None if result is None else _exact(count(case, result))
 
-        return figure
+        return value
 
     def peak(case: Case, name: str) -> Spread | None:
         peaks = board.peaks.get(case, {})
         return _exact(peaks[name].in_use / MIB) if name in peaks else None
 
+    def wire(case: Case, result: Result) -> float:
+        return result.wire / board.races[case][BASELINE].wire
+
     first, last = _unique(board, "workload")[0], _unique(board, "workload")[-1]
-    huge = "embedding" if "embedding" in _unique(board, "workload") else first
-    panels: list[tuple[str, str, Figure]] = [
-        ("bytes on the wire / DDP's", first, counter(lambda case, it: it.wire / board.races[case][BASELINE].wire)),
-        ("state on the fullest rank / ideal", huge, counter(lambda case, it: it.state / ideal_state(case))),
+    largest = "embedding" if "embedding" in _unique(board, "workload") else first
+    panels: list[tuple[str, str, Value]] = [
+        ("bytes on the wire / DDP's", first, counter(wire)),
+        ("state on the fullest rank / ideal", largest, counter(lambda case, result: result.state / ideal_state(case))),
         ("peak growth of memory in use, MiB", first, peak),
-        ("collectives an iteration", last, counter(lambda _, it: it.calls)),
+        ("collectives per iteration", last, counter(lambda _, result: result.calls)),
     ]
-    axes = _panels(1, len(panels), "what an iteration takes")
+    axes = _make_axes(1, len(panels), "resources of an iteration")
     recipe = _unique(board, "recipe")[0]
-    for panel, (title, model, figure) in zip(axes[0], panels, strict=True):
-        panel.set_title(f"{title}\n{WORKLOADS[model].label}", fontsize=9)
-        _bars(panel, board, [Case(model, world, recipe) for world in _unique(board, "world")], figure)
+    for axis, (title, model, value) in zip(axes[0], panels, strict=True):
+        axis.set_title(f"{title}\n{WORKLOADS[model].label}", fontsize=9)
+        _draw_bars(axis, board, [Case(model, world, recipe) for world in _unique(board, "world")], value)
     axes[0][-1].set_xscale("log")
     _save(axes, board, path)
 
 
-def _bars(panel: Any, board: Board, cases: Sequence[Case], figure: Figure) -> None:
-    """A group for each contestant, from the top down, with a bar for each case."""
+def _draw_bars(axis: Any, board: Board, cases: Sequence[Case], value: Value) -> None:
+    """Draw a group for each contestant, from the top down, with a bar for each case."""
     names = board.names()
     thickness = 0.8 / len(cases)
-    for place, case in enumerate(cases):
-        for line, name in enumerate(names):
-            bar = figure(case, name)
+    for index, case in enumerate(cases):
+        for row, name in enumerate(names):
+            bar = value(case, name)
             if bar is None:
                 continue
-            color = (THEIRS if name in PEERS else OURS)[place % 2]
-            reach = [[bar.median - bar.low], [bar.high - bar.median]]
-            height = line + (place - (len(cases) - 1) / 2) * thickness
-            panel.barh(height, bar.median, thickness, xerr=reach, color=color, error_kw={"linewidth": 0.8})
-            panel.text(bar.high, height, f" {bar.median:.3g}", va="center", fontsize=6)
-    panel.set_yticks(range(len(names)), names, fontsize=8)
-    panel.set_ylim(len(names) - 0.5, -0.5)
-    panel.margins(x=0.12)
-    panel.tick_params(axis="x", labelsize=8)
-    panel.spines[["top", "right"]].set_visible(False)
+            color = (PEER_COLORS if name in PEERS else OUR_COLORS)[index % 2]
+            error = [[bar.median - bar.low], [bar.high - bar.median]]
+            height = row + (index - (len(cases) - 1) / 2) * thickness
+            axis.barh(height, bar.median, thickness, xerr=error, color=color, error_kw={"linewidth": 0.8})
+            axis.text(bar.high, height, f" {bar.median:.3g}", va="center", fontsize=6)
+    axis.set_yticks(range(len(names)), names, fontsize=8)
+    axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.margins(x=0.12)
+    axis.tick_params(axis="x", labelsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
 
 
-def _panels(lines: int, columns: int, title: str) -> Any:
+def _make_axes(rows: int, columns: int, title: str) -> Any:
     from matplotlib import pyplot
 
-    size = (4.2 * columns + 1.2, 3.6 * lines + 0.8)
-    figure, axes = pyplot.subplots(lines, columns, figsize=size, squeeze=False, sharey=True)
+    size = (4.2 * columns + 1.2, 3.6 * rows + 0.8)
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, sharey=True)
     figure.suptitle(title, fontsize=11)
     return axes
 
@@ -121,8 +124,8 @@ def _save(axes: Any, board: Board, path: Path) -> None:
 
     figure = axes[0][0].figure
     worlds = _unique(board, "world")
-    shades = [Patch(color=THEIRS[place % 2], label=f"{world} ranks") for place, world in enumerate(worlds)]
-    figure.legend(handles=shades, loc="lower left", ncols=len(shades), fontsize=8, frameon=False)
+    patches = [Patch(color=PEER_COLORS[index % 2], label=f"{world} ranks") for index, world in enumerate(worlds)]
+    figure.legend(handles=patches, loc="lower left", ncols=len(patches), fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0.03, 1, 1))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

@@ -1,4 +1,4 @@
-"""What the race says: bars as rows, and everything as tables."""
+"""Results of the races: rows with bars, and tables with everything."""
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +12,8 @@ from ..harness.workloads import WORKLOADS, sizes
 from .peers_race import Case, Result, Results
 from .peers_trainers import BASELINE, CONTESTANTS, FLAT, PEERS
 
-SETTINGS = {"AdamW": "AdamW's defaults", "fused AdamW": "fused=True"}
+SETTINGS = {"fused AdamW": "fused=True"}
+"""AdamW's defaults are left out: on the CPU they are so slow that they flatter every contestant that shards them."""
 
 
 class Peak(NamedTuple):
@@ -20,12 +21,12 @@ class Peak(NamedTuple):
 
     resident: int
     in_use: int
-    """Without what the allocator keeps for later."""
+    """Without freed memory that the allocator keeps."""
 
 
 @dataclass
 class Board:
-    """All that was measured."""
+    """All measurements."""
 
     races: dict[Case, Results] = field(default_factory=dict)
     peaks: dict[Case, dict[str, Peak]] = field(default_factory=dict)
@@ -33,23 +34,23 @@ class Board:
     """Contestants that were left out, and why."""
 
     def names(self) -> list[str]:
-        """Contestants that took part in a race."""
+        """Return the contestants that took part in a race."""
         return [name for name in CONTESTANTS if any(name in results for results in self.races.values())]
 
     def record(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return all measurements as plain values for JSON."""
         return {
             "races": [
-                {**case._asdict(), "results": {name: vars(it) for name, it in results.items()}}
+                {**case._asdict(), "results": {name: vars(result) for name, result in results.items()}}
                 for case, results in self.races.items()
             ],
-            "peak_growth": [{**case._asdict(), "bytes": _plain(peaks)} for case, peaks in self.peaks.items()],
+            "peak_growth": [{**case._asdict(), "bytes": _as_dicts(peaks)} for case, peaks in self.peaks.items()],
             "left_out": self.absent,
         }
 
 
 def bar_rows(board: Board) -> list[Row]:
-    """What is promised, and whether it holds."""
+    """Return the rows with bars."""
     if not any(name in results for results in board.races.values() for name in FLAT):
         return []
     times = [row for case, results in board.races.items() for row in _time_rows(case, results)]
@@ -59,49 +60,55 @@ def bar_rows(board: Board) -> list[Row]:
 def _time_rows(case: Case, results: Results) -> Iterator[Row]:
     flat, peers = ({name: results[name] for name in side if name in results} for side in (FLAT, PEERS))
     label = f"{case.workload}, {case.world} ranks, {SETTINGS[case.recipe]}"
-    yield _best(f"iteration, {label}", flat, peers, lambda it: it.wall, 1.0)
-    yield _best(f"CPU time of an iteration, {label}", flat, peers, lambda it: it.cpu, None)
-    slow = {name: result for name, result in peers.items() if name == "torch ZeRO"}
-    if case.workload == "small" and slow:
-        yield _best(f"step phase, {label}", flat, slow, lambda it: it.step, 0.1)
+    yield _fastest_row(f"iteration, {label}", flat, peers, lambda result: result.wall, 1.0)
+    yield _fastest_row(f"CPU time of an iteration, {label}", flat, peers, lambda result: result.cpu, None)
+    torch_zero = {name: result for name, result in peers.items() if name == "torch ZeRO"}
+    if case.workload == "small" and torch_zero:
+        yield _fastest_row(f"step phase, {label}", flat, torch_zero, lambda result: result.step, 0.1)
 
 
-def _best(what: str, flat: Results, peers: Results, times: Callable[[Result], list[float]], bar: float | None) -> Row:
-    """The fastest of ours against the fastest of the others."""
+def _fastest_row(
+    what: str, flat: Results, peers: Results, times: Callable[[Result], list[float]], bar: float | None
+) -> Row:
+    """Compare the fastest of ours with the fastest peer."""
     ours, theirs = (min(side, key=lambda name: statistics.median(times(side[name]))) for side in (flat, peers))
-    mine, other = times(flat[ours]), times(peers[theirs])
-    return ratio_row(what, f"{ms(mine)} {_short(ours)}", f"{ms(other)} {theirs}", ratio(mine, other), bar)
+    our_times, their_times = times(flat[ours]), times(peers[theirs])
+    cells = f"{ms(our_times)} {_short(ours)}", f"{ms(their_times)} {theirs}"
+    return ratio_row(what, *cells, ratio(our_times, their_times), bar)
 
 
-Figure = Callable[[Case, Result], float]
+Value = Callable[[Case, Result], float]
 
 
 def _counter_rows(board: Board) -> Iterator[Row]:
-    def wire(case: Case, it: Result) -> float:
-        return it.wire / board.races[case][BASELINE].wire
+    def wire(case: Case, result: Result) -> float:
+        return result.wire / board.races[case][BASELINE].wire
 
-    def calls(case: Case, it: Result) -> float:
-        return it.calls / len(sizes(case.workload))
+    def state(case: Case, result: Result) -> float:
+        return result.state / ideal_state(case)
 
-    yield _worst(board, "bytes on the wire / DDP's", wire, 1.02)
-    yield _worst(board, "state on the fullest rank / ideal", lambda case, it: it.state / ideal_state(case), 1.001)
+    def calls(case: Case, result: Result) -> float:
+        return result.calls / len(sizes(case.workload))
+
+    yield _worst_row(board, "bytes on the wire / DDP's", wire, 1.02)
+    yield _worst_row(board, "state on the fullest rank / ideal", state, 1.001)
     if any(case.workload == "small" for case in board.races):
-        yield _worst(board, "collectives / tensors", calls, 0.02, workload="small")
-    yield _worst(board, "difference of parameters to DDP's", lambda _, it: it.difference, None)
+        yield _worst_row(board, "collectives / tensors", calls, 0.02, workload="small")
+    yield _worst_row(board, "difference of parameters to DDP's", lambda _, result: result.difference, None)
 
 
-def _worst(board: Board, what: str, figure: Figure, bar: float | None, workload: str = "") -> Row:
-    """The worst of ours in any case, and the worst of the other that does best; DDP itself does not shard."""
+def _worst_row(board: Board, what: str, value: Value, bar: float | None, workload: str = "") -> Row:
+    """Compare our worst value in any case with the worst value of the best peer. DDP is left out: it does not shard."""
     races = {case: results for case, results in board.races.items() if workload in ("", case.workload)}
     worst = {
-        name: max(figure(case, results[name]) for case, results in races.items())
+        name: max(value(case, results[name]) for case, results in races.items())
         for name in (*FLAT, *PEERS)
         if name != BASELINE and all(name in results for results in races.values())
     }
     ours = max((name for name in worst if name in FLAT), key=lambda name: worst[name])
     theirs = min((name for name in worst if name in PEERS), key=lambda name: worst[name], default="")
-    mine, other = (f"{worst[name]:.4g} {_short(name)}" if name else "" for name in (ours, theirs))
-    return Row(f"{what}, worst of {workload or 'all'} cases", mine, other, worst[ours], bar=bar)
+    our_cell, their_cell = (f"{worst[name]:.4g} {_short(name)}" if name else "" for name in (ours, theirs))
+    return Row(f"{what}, worst of {workload or 'all'} cases", our_cell, their_cell, worst[ours], bar=bar)
 
 
 def _memory_rows(board: Board) -> Iterator[Row]:
@@ -119,7 +126,7 @@ def _memory_row(what: str, ours: int, theirs: int, bar: float | None) -> Row:
 
 
 def tables(board: Board) -> str:
-    """Everything, in Markdown: the overview first, then a table for each case."""
+    """Format everything in Markdown: the overview first, then a table for each case."""
     parts = ["## Iteration relative to DDP", overview(board)]
     for case, results in board.races.items():
         peaks = board.peaks.get(case, {})
@@ -131,7 +138,7 @@ def tables(board: Board) -> str:
 
 
 def overview(board: Board) -> str:
-    """A line for each contestant, a column for each case."""
+    """Format a table with a line for each contestant and a column for each case."""
     head = ("", *(f"{case.workload}, {case.world}, {SETTINGS[case.recipe]}" for case in board.races))
     lines = [(name, *(_relative(results, name) for results in board.races.values())) for name in board.names()]
     return markdown([head, *lines])
@@ -169,11 +176,11 @@ def _line(case: Case, name: str, results: Results, peaks: Mapping[str, Peak]) ->
 
 
 def ideal_state(case: Case) -> float:
-    """Bytes: two values of 4 bytes for each element, divided among all ranks."""
+    """Return the bytes of two values of 4 bytes for each element, divided by the ranks."""
     return 2 * 4 * sum(sizes(case.workload)) / case.world
 
 
-def _plain(peaks: Mapping[str, Peak]) -> dict[str, dict[str, int]]:
+def _as_dicts(peaks: Mapping[str, Peak]) -> dict[str, dict[str, int]]:
     return {name: peak._asdict() for name, peak in peaks.items()}
 
 

@@ -1,4 +1,4 @@
-"""The contestants: ways to train one model on several ranks, each behind the same few calls."""
+"""The contestants: trainers of one model on several ranks, all with the same interface."""
 
 import logging
 import os
@@ -18,24 +18,24 @@ from ..harness.models import Recipe
 from ..harness.workloads import Workload
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """What a training loop calls, and what is measured of it."""
+    """The functions that a training loop calls, and values to measure."""
 
     loss: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor], object]
     step: Callable[[], object]
     zero_grad: Callable[[], object]
     params: Callable[[], list[Tensor]]
-    """All parameters, whole, in the model's order. All ranks must call it."""
+    """Returns all full parameters in the model's order. Call on all ranks."""
     state: Callable[[], Iterable[Any]]
-    """What this rank keeps for its optimizer, anyhow nested."""
-    finish: Callable[[], object] = _nothing
-    """Waits for what the last step left under way."""
+    """Returns the optimizer state of this rank, nested in any containers."""
+    finish: Callable[[], object] = _do_nothing
+    """Waits for messages that the last step left in flight."""
 
     def iterate(self, batch: Tensor) -> None:
         self.backward(self.loss(batch))
@@ -51,13 +51,13 @@ Make = Callable[[nn.Module, Workload, Recipe], Trainer]
 
 @dataclass(frozen=True)
 class Contestant:
-    """A way to train, and the import that it needs."""
+    """A function that makes a trainer, and one that imports what the trainer needs."""
 
     make: Make
-    load: Callable[[], object] = _nothing
+    load: Callable[[], object] = _do_nothing
 
-    def why_not(self) -> str | None:
-        """Why it cannot take part here, if so."""
+    def find_error(self) -> str | None:
+        """Return why it cannot run here, or None if it can."""
         try:
             self.load()
         except Exception as error:
@@ -78,10 +78,10 @@ def torch_zero(model: nn.Module, _: Workload, recipe: Recipe, *, bucket_view: bo
 
 
 def fairscale(model: nn.Module, _: Workload, recipe: Recipe) -> Trainer:
-    sharded, oss = _fairscale()
+    sharded_ddp, oss = _fairscale()
     optimizer = oss(model.parameters(), optim=recipe.make, **recipe.options)
-    wrapped = sharded(model, optimizer)
-    # The optimizer's own `zero_grad` would tear gradients out of their buckets.
+    wrapped = sharded_ddp(model, optimizer)
+    # The optimizer's own `zero_grad` would detach gradients from their buckets.
     return replace(_trainer(wrapped, optimizer), zero_grad=partial(wrapped.zero_grad, set_to_none=True))
 
 
@@ -99,7 +99,7 @@ def deepspeed(model: nn.Module, _: Workload, recipe: Recipe, *, stage: int) -> T
         loss=engine,
         backward=engine.backward,
         step=engine.step,
-        zero_grad=_nothing,
+        zero_grad=_do_nothing,
         params=lambda: list(model.parameters()),
         state=lambda: (wrapped.optimizer.state.values(), wrapped.single_partition_of_fp32_groups),
     )
@@ -134,11 +134,11 @@ def flat(
     zeroshard = _zeroshard()
     config = zeroshard.ZeroConfig(stage=stage, overlap_param_gather=overlap_param_gather)
     optimizer = zeroshard.shard(model, recipe.make, config=config, **recipe.options)
-    return replace(_trainer(model, optimizer), finish=optimizer.wait)
+    return replace(_trainer(model, optimizer), finish=optimizer.wait_for_params)
 
 
 def _trainer(model: nn.Module, optimizer: Any) -> Trainer:
-    """For an optimizer that has its state itself, or in another one named `optim`."""
+    """Make a trainer for an optimizer that has the state itself, or in an attribute `optim`."""
     return Trainer(
         loss=model,
         backward=Tensor.backward,
@@ -160,12 +160,13 @@ def _deepspeed() -> Any:
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     module = import_module("deepspeed")
-    import_module("deepspeed.ops").__compatible_ops__.clear()  # would compile one that only inference uses
+    import_module("deepspeed.ops").__compatible_ops__.clear()  # do not compile an op that only inference uses
     import_module("deepspeed.utils").logger.setLevel(logging.ERROR)
     return module
 
 
 def _zeroshard(*names: str) -> Any:
+    """Import zeroshard. Raise if it does not have these names."""
     module = import_module("zeroshard")
     for name in names:
         getattr(module, name)

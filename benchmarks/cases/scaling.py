@@ -1,4 +1,4 @@
-"""Building and stepping for many parameters on many ranks, of which only one is there."""
+"""Build and step an optimizer for many parameters on many ranks, of which only rank 0 exists."""
 
 import gc
 import sys
@@ -25,23 +25,23 @@ from ..harness.resources import MIB, peak_bytes, reset_peak
 
 KINDS = ("cut", "buckets", "rules", "dropin")
 SIZES = (64, 512, 64, 512, 256, 512, 64, 512, 64, 4096, 64, 512)
-"""Of parameters, in turns; every other one is a matrix."""
+"""Sizes of parameters, in turns; every other one is a matrix."""
 BUCKETS = 400
 STEPS = 2
 PARAMS = (10_000, 30_000, 100_000)
 RANKS = (8, 64, 512, 4096)
-MOST_SECONDS, MOST_FOR_TEN_TIMES, MOST_FOR_RANKS = 10, 12, 1.5
-"""To build for most parameters on most ranks; ten times the parameters; 512 times the ranks."""
-VERBS = (
+BUILD_BAR_S, PARAMS_BAR, RANKS_BAR = 10, 12, 1.5
+"""For building with most parameters on most ranks; for ten times the parameters; for 512 times the ranks."""
+COLLECTIVES = (
     *("all_reduce", "broadcast", "gather", "reduce_scatter_single", "all_gather_single", "all_to_all_single"),
     *("reduce_scatter_tensor", "all_gather_into_tensor"),
 )
 
 
-EXPLAINED = (
-    "layout: of build. backward: that of the model, with what hooks and packing add. step: the faster of two, as "
-    "backward. kept, peak: Python memory after and while it is built, by tracemalloc. resident: the peak of the "
-    "process while it is built beyond what the model took, flat copies of parameters and tensor objects included."
+LEGEND = (
+    "layout: part of build. backward: the model's backward pass, including hooks and packing. backward, step: the "
+    "faster of two. kept, peak: Python memory after and during the build, from tracemalloc. resident: peak memory of "
+    "the process during the build beyond the model's, including flat copies of parameters and tensor objects."
 )
 
 
@@ -54,7 +54,7 @@ class Case(NamedTuple):
         return f"{_NAMES[self.kind].format(self.params)}, {self.ranks:,} ranks"
 
 
-Found = dict[str, float]
+Measurements = dict[str, float]
 """Seconds and MiB, by name."""
 UNITS = {
     "build": "s",
@@ -74,15 +74,15 @@ _NAMES = {
 
 
 class Cases:
-    """What was measured so far."""
+    """All cases that were measured."""
 
     def __init__(self, *, quick: bool) -> None:
         self._counts: tuple[int, ...] = (1_000, 10_000) if quick else PARAMS
         self._ranks: tuple[int, ...] = (8, 4096) if quick else RANKS
-        self._found: dict[Case, Found] = {}
+        self._measured: dict[Case, Measurements] = {}
 
     def rows(self, kind: str) -> list[Row]:
-        """Measure the cases with most parameters or most ranks; what lies between is left out but for `cut`."""
+        """Measure the cases with most parameters or most ranks. Only `cut` includes those in between."""
         counts = (BUCKETS,) if kind == "buckets" else self._counts
         ranks = self._ranks
         for count, size in product(counts, ranks):
@@ -93,57 +93,59 @@ class Cases:
         rows = [
             Row(
                 f"{many}: build",
-                f"{self._found[many]['build']:.3g} s",
+                f"{self._measured[many]['build']:.3g} s",
                 "",
-                self._found[many]["build"],
-                bar=MOST_SECONDS,
+                self._measured[many]["build"],
+                bar=BUILD_BAR_S,
             )
         ]
-        rows += self._growth(few, many, f"from {ranks[0]} ranks", MOST_FOR_RANKS)
+        rows += self._growth_rows(few, many, f"from {ranks[0]} ranks", RANKS_BAR)
         if len(counts) > 1:
-            rows += self._growth(Case(kind, counts[0], ranks[-1]), many, f"from {counts[0]:,}", MOST_FOR_TEN_TIMES)
+            rows += self._growth_rows(Case(kind, counts[0], ranks[-1]), many, f"from {counts[0]:,}", PARAMS_BAR)
         return rows
 
     def _measure(self, case: Case, *, memory: bool) -> None:
-        (found,) = run_ranks(1, _seconds, *case, backend="none", start="forkserver")
+        (measurements,) = run_ranks(1, _measure_time, *case, backend="none", start="forkserver")
         if memory:
-            found |= run_ranks(1, _memory, *case, backend="none", start="forkserver")[0]
-        self._found[case] = found
-        print(f"{case}: {found}", file=sys.stderr, flush=True)
+            measurements |= run_ranks(1, _measure_memory, *case, backend="none", start="forkserver")[0]
+        self._measured[case] = measurements
+        print(f"{case}: {measurements}", file=sys.stderr, flush=True)
 
-    def _growth(self, before: Case, after: Case, since: str, bar: float) -> Iterator[Row]:
+    def _growth_rows(self, before: Case, after: Case, since: str, bar: float) -> Iterator[Row]:
         for name in ("build", "step", "kept", "resident"):
-            a, b = self._found[before][name], self._found[after][name]
-            judged = bar if name != "step" else None  # the backend's copies, left out, leave cold caches behind
-            yield Row(f"{after}: {name}, {since}", f"{a:.3g} -> {b:.3g} {UNITS[name]}", "", b / a, bar=judged)
+            a, b = self._measured[before][name], self._measured[after][name]
+            # Steps have no bar: the backend's copies are not timed, but they leave cold caches.
+            row_bar = bar if name != "step" else None
+            yield Row(f"{after}: {name}, {since}", f"{a:.3g} -> {b:.3g} {UNITS[name]}", "", b / a, bar=row_bar)
 
     def table(self) -> str:
         head = ["case", *(f"{name}, {unit}" for name, unit in UNITS.items())]
-        lines = [[str(case), *_cells(found)] for case, found in self._found.items()]
-        return f"{EXPLAINED}\n\n{markdown([head, *lines])}"
+        lines = [[str(case), *_cells(measurements)] for case, measurements in self._measured.items()]
+        return f"{LEGEND}\n\n{markdown([head, *lines])}"
 
     def record(self) -> list[dict[str, Any]]:
-        return [{**case._asdict(), **found} for case, found in self._found.items()]
+        return [{**case._asdict(), **measurements} for case, measurements in self._measured.items()]
 
 
-def _cells(found: Found) -> Iterator[str]:
+def _cells(measurements: Measurements) -> Iterator[str]:
     for name, unit in UNITS.items():
-        yield "" if name not in found else f"{found[name]:.0f}" if unit == "MiB" else f"{found[name]:.2g}"
+        value = measurements.get(name)
+        yield "" if value is None else f"{value:.0f}" if unit == "MiB" else f"{value:.2g}"
 
 
-def _seconds(kind: str, params: int, ranks: int) -> Found:
-    with fake_group(ranks), _Clock() as clock:
-        model = _warm_model(kind, params)
-        with mock.patch.object(EngineBuilder, "extend_layout", clock.noting(EngineBuilder.extend_layout)):
+def _measure_time(kind: str, params: int, ranks: int) -> Measurements:
+    with fake_group(ranks), _CpuClock() as clock:
+        model = _make_warm_model(kind, params)
+        with mock.patch.object(EngineBuilder, "extend_layout", clock.wrap(EngineBuilder.extend_layout)):
             before = reset_peak()
             build, optimizer = clock.time(lambda: _build(kind, model))
         resident = (peak_bytes() - before) / MIB
-        turns = [_turn(clock, model, optimizer) for _ in range(STEPS)]
-        backward, step = map(min, zip(*turns, strict=True))
-        return {"build": build, "layout": clock.noted, "backward": backward, "step": step, "resident": resident}
+        iterations = [_time_iteration(clock, model, optimizer) for _ in range(STEPS)]
+        backward, step = map(min, zip(*iterations, strict=True))
+        return {"build": build, "layout": clock.wrapped_s, "backward": backward, "step": step, "resident": resident}
 
 
-def _turn(clock: "_Clock", model: nn.ParameterList, optimizer: Any) -> tuple[float, float]:
+def _time_iteration(clock: "_CpuClock", model: nn.ParameterList, optimizer: Any) -> tuple[float, float]:
     loss = torch.cat([param.view(-1)[:1] for param in model]).sum()
     backward, _ = clock.time(loss.backward)
     step, _ = clock.time(optimizer.step)
@@ -151,21 +153,21 @@ def _turn(clock: "_Clock", model: nn.ParameterList, optimizer: Any) -> tuple[flo
     return backward, step
 
 
-def _memory(kind: str, params: int, ranks: int) -> Found:
+def _measure_memory(kind: str, params: int, ranks: int) -> Measurements:
     with fake_group(ranks):
-        model = _warm_model(kind, params)
+        model = _make_warm_model(kind, params)
         tracemalloc.start()
         optimizer = _build(kind, model)
         gc.collect()
         kept, peak = tracemalloc.get_traced_memory()
-        assert optimizer, "it is still there"
+        assert optimizer, "the optimizer must be alive while memory is measured"
         return {"kept": kept / MIB, "peak": peak / MIB}
 
 
-def _warm_model(kind: str, params: int) -> nn.ParameterList:
-    """A model, after a tiny one of its kind was sharded: what is imported and tried out once is not counted."""
+def _make_warm_model(kind: str, params: int) -> nn.ParameterList:
+    """Make a model after sharding a tiny one, so that imports and probes are not counted."""
     for count in (24, params):
-        model = _model(kind, count)
+        model = _make_model(kind, count)
         if count != params:
             optimizer = _build(kind, model)
             torch.cat([param.view(-1) for param in model]).sum().backward()  # type: ignore[no-untyped-call]
@@ -173,11 +175,11 @@ def _warm_model(kind: str, params: int) -> nn.ParameterList:
     return model
 
 
-def _model(kind: str, params: int) -> nn.ParameterList:
+def _make_model(kind: str, params: int) -> nn.ParameterList:
     if kind == "buckets":
         return nn.ParameterList([nn.Parameter(torch.zeros(128, 128)) for _ in range(params)])
-    sizes = [SIZES[place % len(SIZES)] for place in range(params)]
-    shapes = [(size,) if place % 2 else (8, size // 8) for place, size in enumerate(sizes)]
+    sizes = [SIZES[index % len(SIZES)] for index in range(params)]
+    shapes = [(size,) if index % 2 else (8, size // 8) for index, size in enumerate(sizes)]
     return nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in shapes])
 
 
@@ -190,41 +192,42 @@ def _build(kind: str, model: nn.ParameterList) -> Any:
     return zeroshard.shard(model, AdamW, config=config)
 
 
-class _Clock:
-    """CPU seconds, without those that the backend takes in the place of a network."""
+class _CpuClock:
+    """CPU time without the backend's collectives, which stand in for a network."""
 
     def __init__(self) -> None:
-        self.noted = 0.0
-        self._apart = 0.0
+        self.wrapped_s = 0.0
+        """Seconds of the last call of a wrapped function."""
+        self._excluded_s = 0.0
         self._patches = ExitStack()
 
-    def __enter__(self) -> "_Clock":
-        for verb in VERBS:
-            if hasattr(dist, verb):
-                self._patches.enter_context(mock.patch.object(dist, verb, self._left_out(getattr(dist, verb))))
+    def __enter__(self) -> "_CpuClock":
+        for name in COLLECTIVES:
+            if hasattr(dist, name):
+                self._patches.enter_context(mock.patch.object(dist, name, self._exclude(getattr(dist, name))))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._patches.close()
 
     def time(self, run: Callable[[], Any]) -> tuple[float, Any]:
-        start = time.process_time() - self._apart
+        start = time.process_time() - self._excluded_s
         result = run()
-        return time.process_time() - self._apart - start, result
+        return time.process_time() - self._excluded_s - start, result
 
-    def noting(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            self.noted, result = self.time(lambda: call(*args, **kwargs))
+            self.wrapped_s, result = self.time(lambda: function(*args, **kwargs))
             return result
 
         return timed
 
-    def _left_out(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
+    def _exclude(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def excluded(*args: Any, **kwargs: Any) -> Any:
             start = time.process_time()
             try:
-                return call(*args, **kwargs)
+                return function(*args, **kwargs)
             finally:
-                self._apart += time.process_time() - start
+                self._excluded_s += time.process_time() - start
 
-        return timed
+        return excluded

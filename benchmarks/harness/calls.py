@@ -1,4 +1,4 @@
-"""How often a rank speaks to others, counted where all of torch's ways to do so come together."""
+"""Count a rank's calls into process groups, where all of torch's communication APIs meet."""
 
 import os
 from collections.abc import Iterator
@@ -14,10 +14,13 @@ class Calls(list[str]):
 
 
 @contextmanager
-def counted_calls() -> Iterator[Calls]:
-    """Filled when the context closes. Sending and receiving are calls of their own; barriers do not count."""
+def count_calls() -> Iterator[Calls]:
+    """Count calls in the context; the result is filled when it closes.
+
+    Each send and each receive is one call. Barriers do not count.
+    """
     calls = Calls()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # says nothing of its own
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # silence the profiler's own log
     config = _ExperimentalConfig(profile_all_threads=True)
     with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as record:
         yield calls

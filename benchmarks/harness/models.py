@@ -1,4 +1,4 @@
-"""The parameters to be stepped: shapes of real models, random values, random gradients."""
+"""Parameters for optimizer benchmarks: shapes of real models with random values and random gradients."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -58,7 +58,7 @@ def large_gpt_shapes() -> list[Shape]:
 def make_params(
     shapes: Sequence[Shape], *, device: str = "cpu", grads: Sequence[torch.Tensor] = ()
 ) -> list[torch.Tensor]:
-    """The same parameters at each call, with the given gradients, or random ones."""
+    """Make the same parameters in each call, with the given gradients or random ones."""
     generator = torch.Generator(device).manual_seed(0)
     params: list[torch.Tensor] = []
     for index, shape in enumerate(shapes):

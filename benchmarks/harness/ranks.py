@@ -1,4 +1,4 @@
-"""Real processes for a measurement: started, waited for within a limit, and gone afterwards."""
+"""Run a measurement on several processes, with a time limit. No process outlives the call."""
 
 import os
 import tempfile
@@ -19,8 +19,8 @@ Body = Callable[..., Any]
 """A module-level function: each rank calls it with the given arguments, inside the process group."""
 
 
-class Place(NamedTuple):
-    """Where a rank stands, and how long it may take."""
+class RankArgs(NamedTuple):
+    """Arguments of a rank's process."""
 
     rank: int
     world: int
@@ -37,20 +37,20 @@ class RanksFailedError(RuntimeError):
 def run_ranks(
     world: int, body: Body, *args: Any, backend: str = "gloo", limit_s: float = 400, start: str = "spawn"
 ) -> list[Any]:
-    """What `body(*args)` returned on each of `world` ranks. No rank outlives the call.
+    """Call `body(*args)` on each of `world` ranks and return the results. No rank outlives the call.
 
-    With `start="forkserver"`, ranks are forked from a process that has imported all that this one has at its start, and
-    that ends with this one: much faster, and new enough, but not for CUDA.
+    With `start="forkserver"`, ranks are forked from a server process that has already imported the modules that this
+    process had imported at its start. That is much faster, and the processes are new enough, but it cannot use CUDA.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["OMP_NUM_THREADS"] = "1"
     context: Any = mp.get_context(start)
     with tempfile.TemporaryDirectory() as folder:
-        places = [Place(rank, world, backend, f"{folder}/store", limit_s) for rank in range(world)]
-        pipes = [context.Pipe(duplex=False) for _ in places]
+        all_rank_args = [RankArgs(rank, world, backend, f"{folder}/store", limit_s) for rank in range(world)]
+        pipes = [context.Pipe(duplex=False) for _ in all_rank_args]
         processes = [
-            context.Process(target=_rank, args=(place, sender, body, args), daemon=True)
-            for place, (_, sender) in zip(places, pipes, strict=True)
+            context.Process(target=_run_rank, args=(rank_args, sender, body, args), daemon=True)
+            for rank_args, (_, sender) in zip(all_rank_args, pipes, strict=True)
         ]
         for process, (_, sender) in zip(processes, pipes, strict=True):
             process.start()
@@ -59,12 +59,12 @@ def run_ranks(
             return _collect([receiver for receiver, _ in pipes], time.monotonic() + limit_s)
         finally:
             for process in processes:
-                _end(process)
+                _stop(process)
 
 
 @contextmanager
 def fake_group(world: int) -> Iterator[None]:
-    """This process as rank 0 of `world` ranks whose messages go nowhere."""
+    """Make this process rank 0 of `world` ranks. The other ranks do not exist: messages are dropped."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
@@ -77,13 +77,13 @@ def fake_group(world: int) -> Iterator[None]:
 def _collect(receivers: list[Connection], deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(receivers):
-        left = {receiver: rank for rank, receiver in enumerate(receivers) if rank not in results}
-        ready = wait(list(left), timeout=max(0.0, deadline - time.monotonic()))
+        pending = {receiver: rank for rank, receiver in enumerate(receivers) if rank not in results}
+        ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise RanksFailedError(f"ranks {sorted(left.values())} took too long")
+            raise RanksFailedError(f"ranks {sorted(pending.values())} took too long")
         for receiver in ready:
             assert isinstance(receiver, Connection)
-            results[left[receiver]] = _receive(receiver, left[receiver])
+            results[pending[receiver]] = _receive(receiver, pending[receiver])
     return [results[rank] for rank in range(len(receivers))]
 
 
@@ -97,18 +97,18 @@ def _receive(receiver: Connection, rank: int) -> Any:
     return value
 
 
-def _end(process: Any) -> None:
+def _stop(process: Any) -> None:
     process.join(5)
     if process.is_alive():
         process.kill()
         process.join()
 
 
-def _rank(place: Place, sender: Connection, body: Body, args: tuple[Any, ...]) -> None:
-    _end_with_parent(place.limit_s)
+def _run_rank(rank_args: RankArgs, sender: Connection, body: Body, args: tuple[Any, ...]) -> None:
+    _exit_with_parent(rank_args.limit_s)
     torch.set_num_threads(1)
     try:
-        with _group(place):
+        with _process_group(rank_args):
             result = body(*args)
         sender.send((True, result))
     except BaseException:
@@ -116,24 +116,24 @@ def _rank(place: Place, sender: Connection, body: Body, args: tuple[Any, ...]) -
 
 
 @contextmanager
-def _group(place: Place) -> Iterator[None]:
-    if place.backend == "none":
+def _process_group(rank_args: RankArgs) -> Iterator[None]:
+    if rank_args.backend == "none":
         yield
         return
     dist.init_process_group(
-        place.backend,
-        init_method=f"file://{place.store}",
-        rank=place.rank,
-        world_size=place.world,
-        timeout=timedelta(seconds=place.limit_s),
+        rank_args.backend,
+        init_method=f"file://{rank_args.store}",
+        rank=rank_args.rank,
+        world_size=rank_args.world,
+        timeout=timedelta(seconds=rank_args.limit_s),
     )
     yield
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _end_with_parent(limit_s: float) -> None:
-    """Leave no process behind, whatever happens to the one that started it."""
+def _exit_with_parent(limit_s: float) -> None:
+    """Exit when the process that started this one exits, for whatever reason."""
 
     def watch() -> None:
         parent = mp.parent_process()

@@ -1,4 +1,4 @@
-"""Rows of results: as a table on the screen, as JSON and as Markdown."""
+"""Rows of results, as a table on the screen, as JSON and as Markdown."""
 
 import json
 import os
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .quiet import require_quiet_machine
 from .timing import Spread
 
 HEADINGS = ("what", "zeroshard", "peer", "ratio or value", "bar", "met")
@@ -18,7 +19,7 @@ HEADINGS = ("what", "zeroshard", "peer", "ratio or value", "bar", "met")
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison. `bar` is the most that `value` may be; without one the row is for information."""
+    """One comparison. `bar` is the maximum of `value`; a row without a bar is for information."""
 
     what: str
     zeroshard: str
@@ -51,14 +52,19 @@ def ratio_row(what: str, zeroshard: str, peer: str, ratio: Spread, bar: float | 
 
 
 def failed_row(what: str, error: BaseException) -> Row:
-    last = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-    return Row(what, f"failed: {last[0]}", "", failed=True)
+    last_line = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+    return Row(what, f"failed: {last_line[0]}", "", failed=True)
 
 
-def measure(sections: Mapping[str, Section]) -> list[Row]:
-    """The rows of all sections; one that fails gives a row that says so."""
+def measure(sections: Mapping[str, Section], *, writes_results: bool) -> list[Row]:
+    """Run all sections and return their rows. A section that fails returns one failed row.
+
+    With `writes_results`, exit instead if other processes are busy before a section or after the last one.
+    """
     rows: list[Row] = []
     for name, section in sections.items():
+        if writes_results:
+            require_quiet_machine()
         start = time.monotonic()
         try:
             rows += section()
@@ -66,12 +72,14 @@ def measure(sections: Mapping[str, Section]) -> list[Row]:
             print(f"{name}: {error}", file=sys.stderr)
             rows.append(failed_row(name, error))
         print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    if writes_results:
+        require_quiet_machine()
     return rows
 
 
 @dataclass(frozen=True)
 class Appendix:
-    """What goes into the files beyond the rows: Markdown after the table, values into the JSON."""
+    """More contents of the result files: Markdown after the table, and values for the JSON."""
 
     text: str = ""
     record: Mapping[str, Any] = field(default_factory=dict)
@@ -80,7 +88,7 @@ class Appendix:
 def finish(
     rows: Sequence[Row], title: str, note: str, stem: Path | None, *, fail: bool, more: Appendix | None = None
 ) -> int:
-    """Show and write the results; the exit status is 1 where a bar was missed."""
+    """Show and write the results. Return the exit status: 1 if a bar was missed."""
     _show(title, rows)
     if stem is not None:
         _write(stem, title, note, rows, more or Appendix())
@@ -88,20 +96,20 @@ def finish(
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
-    """A table whose first line is its head."""
+    """Format a table. The first line is its head."""
     head, *body = lines
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *body))
 
 
-def _machine() -> dict[str, Any]:
-    facts: dict[str, Any] = {"torch": torch.__version__, "cpus": os.cpu_count()}
+def _describe_machine() -> dict[str, Any]:
+    machine: dict[str, Any] = {"torch": torch.__version__, "cpus": os.cpu_count()}
     if torch.cuda.is_available():
-        facts["gpu"] = torch.cuda.get_device_name()
-    return facts
+        machine["gpu"] = torch.cuda.get_device_name()
+    return machine
 
 
 def _show(title: str, rows: Sequence[Row]) -> None:
-    """In plain text where `rich` is not installed."""
+    """Print a table, in plain text if `rich` is not installed."""
     cells = [row.cells() for row in rows]
     try:
         from rich.console import Console
@@ -117,11 +125,12 @@ def _show(title: str, rows: Sequence[Row]) -> None:
 
 def _write(stem: Path, title: str, note: str, rows: Sequence[Row], more: Appendix) -> None:
     stem.parent.mkdir(parents=True, exist_ok=True)
-    contents = {"machine": _machine(), "rows": [{**asdict(row), "met": row.met} for row in rows], **more.record}
+    machine = _describe_machine()
+    contents = {"machine": machine, "rows": [{**asdict(row), "met": row.met} for row in rows], **more.record}
     stem.with_suffix(".json").write_text(json.dumps(contents, indent=2) + "\n")
-    facts = ", ".join(f"{key} {value}" for key, value in _machine().items())
+    described = ", ".join(f"{key} {value}" for key, value in machine.items())
     table = markdown([HEADINGS, *(row.cells() for row in rows)])
-    parts = [f"# {title}", f"Measured with {facts}. {note}", table, *([more.text] if more.text else [])]
+    parts = [f"# {title}", f"Measured with {described}. {note}", table, *([more.text] if more.text else [])]
     stem.with_suffix(".md").write_text("\n\n".join(parts) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""What a process sends and how much memory it takes, as the kernel counts it."""
+"""Bytes that a process sends and memory that it uses, as the kernel counts them."""
 
 import ctypes
 import os
@@ -10,35 +10,35 @@ from pathlib import Path
 MIB = 2**20
 
 _ACKED_AT = 120
-"""Where `struct tcp_info` keeps the bytes that the peer has acknowledged, as 64 bits."""
+"""Offset in `struct tcp_info` of the number of bytes that the peer has acknowledged (64 bits)."""
 
 _MMAP_THRESHOLD = -3
 """`M_MMAP_THRESHOLD` of malloc.h."""
 
 
 def sent_bytes() -> int:
-    """Payload bytes that all TCP connections of this process have sent and got acknowledged so far."""
+    """Return the payload bytes that all TCP connections of this process have sent and the peers have acknowledged."""
     return sum(_acknowledged(connection) for connection in _connections())
 
 
 def return_freed_memory() -> None:
-    """From now on, give memory of 1 MiB and more back as soon as it is freed.
+    """From now on, return blocks of 1 MiB and more to the system as soon as they are freed.
 
-    By default the allocator keeps more and more of it, and the peak then says more about its habits than about what
-    was in use at a time.
+    By default the allocator keeps more and more of them. The peak then depends more on the allocator than on the memory
+    in use.
     """
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, MIB)
 
 
 def reset_peak() -> int:
-    """Forget the peak of resident memory; returns the present bytes."""
-    ctypes.CDLL(None).malloc_trim(0)  # what earlier work freed must not hide what the next one takes
+    """Reset the peak of resident memory. Return the current bytes."""
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise new allocations could reuse freed memory and not show
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 
 
 def peak_bytes() -> int:
-    """The most resident memory since `reset_peak`."""
+    """Return the peak of resident memory since `reset_peak`."""
     return _status("VmHWM")
 
 
@@ -56,7 +56,7 @@ def _connections() -> Iterator[socket.socket]:
                 continue
             connection = socket.socket(fileno=os.dup(int(entry)))
         except OSError:
-            continue  # closed since it was listed
+            continue  # was closed after it was listed
         with connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
                 yield connection

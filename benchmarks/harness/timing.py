@@ -1,4 +1,4 @@
-"""Contestants run in turns, so that whatever else the machine does hits them alike."""
+"""Time contestants in turns: other load on the machine then affects them alike."""
 
 import gc
 import statistics
@@ -14,7 +14,7 @@ Run = Callable[[], object]
 Times = dict[str, list[float]]
 """Seconds of each round, by contestant."""
 Clock = Callable[[Run], float]
-"""Runs something and says how many seconds it took."""
+"""Runs something and returns how many seconds it took."""
 
 
 def wall_clock(run: Run) -> float:
@@ -24,7 +24,7 @@ def wall_clock(run: Run) -> float:
 
 
 def cuda_clock(run: Run) -> float:
-    """From an idle device to the end of all the work that `run` put on it."""
+    """Measure from an idle device to the end of all work that `run` launched on it."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     start.record()
@@ -45,7 +45,7 @@ def race(contestants: Mapping[str, Run], rounds: int, *, warmup: int = 2, clock:
 
 
 def turns(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """Each name once a round, every other round backwards; a turn begins when all ranks have come to it."""
+    """Yield each name once per round, in reverse order every other round. All ranks start a turn together."""
     with _no_garbage_collection():
         for turn in range(rounds):
             for name in names if turn % 2 else reversed(names):
@@ -55,7 +55,7 @@ def turns(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
 
 
 def slowest(by_rank: Sequence[Times]) -> Times:
-    """A round is over when the last rank is done with it."""
+    """Return the slowest rank's time of each round."""
     return {name: [max(turn) for turn in zip(*(times[name] for times in by_rank), strict=True)] for name in by_rank[0]}
 
 
@@ -76,7 +76,7 @@ class Spread:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """Of the quotients of all rounds: what slows a whole round down cancels out."""
+    """Return the spread of each round's own ratio: load that slows a whole round down cancels out."""
     return Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
@@ -85,7 +85,7 @@ def minus(left: Sequence[float], right: Sequence[float]) -> list[float]:
 
 
 def ms(seconds: Sequence[float]) -> str:
-    """The median of a measurement, to three digits."""
+    """Format the median of a measurement, to three digits."""
     value = 1e3 * statistics.median(seconds)
     return f"{value:.0f} ms" if abs(value) >= 100 else f"{value:.3g} ms"
 

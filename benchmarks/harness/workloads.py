@@ -1,4 +1,4 @@
-"""Models to be trained: each returns its loss, and says which of its layers may be sharded one by one."""
+"""Models to train. Each returns its loss, and lists the layers that can be sharded one by one."""
 
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 
 class Workload(NamedTuple):
-    """What is trained, and on what. All ranks get equal weights, and each its own batch."""
+    """A model and its data. All ranks have equal weights, and each rank has its own batch."""
 
     name: str
     label: str
@@ -28,14 +28,14 @@ class Workload(NamedTuple):
 
 
 class LanguageModel(GPT):
-    """From token ids (batch, time + 1) to the mean loss of predicting each from those before it."""
+    """A GPT that returns the mean next-token loss of token ids of shape (batch, time + 1)."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return cross_entropy(super().forward(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
 
-class Lookup(nn.Module):
-    """An embedding ten times as large as all that follows it."""
+class LargeEmbedding(nn.Module):
+    """An embedding ten times as large as the layers after it."""
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Affine(nn.Module):
 
 
 class Chain(nn.Sequential):
-    """Blocks in turn, and the mean square of what comes out."""
+    """A sequence of blocks. Returns the mean square of the output."""
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self:
@@ -70,8 +70,8 @@ class Chain(nn.Sequential):
         return x.square().mean()
 
 
-def _instances(kind: type[nn.Module]) -> Callable[[nn.Module], Iterable[nn.Module]]:
-    return lambda model: [module for module in model.modules() if isinstance(module, kind)]
+def _instances_of(cls: type[nn.Module]) -> Callable[[nn.Module], Iterable[nn.Module]]:
+    return lambda model: [module for module in model.modules() if isinstance(module, cls)]
 
 
 WORKLOADS = {
@@ -82,12 +82,12 @@ WORKLOADS = {
             "GPT, 26.3 M in 100 tensors",
             lambda: LanguageModel(vocabulary=2048, context=128, width=512, heads=8, layers=8),
             lambda generator: torch.randint(2048, (1, 65), generator=generator),
-            _instances(Block),
+            _instances_of(Block),
         ),
         Workload(
             "embedding",
             "one embedding of 20 M, and 2 M",
-            lambda: Lookup(rows=40_000, width=500),
+            lambda: LargeEmbedding(rows=40_000, width=500),
             lambda generator: torch.randint(40_000, (256,), generator=generator),
             lambda model: model.children(),
         ),
@@ -100,7 +100,7 @@ WORKLOADS = {
         ),
         Workload(
             "tiny",
-            "a model to try things out",
+            "a tiny model for trying the code",
             lambda: Chain(*(Affine(depth=2, width=64) for _ in range(2))),
             lambda generator: torch.randn(4, 64, generator=generator),
             lambda model: model.children(),
@@ -111,6 +111,6 @@ WORKLOADS = {
 
 @cache
 def sizes(name: str) -> tuple[int, ...]:
-    """Elements of each parameter of a workload."""
+    """Return the number of elements of each parameter of a workload."""
     with torch.device("meta"):
         return tuple(param.numel() for param in WORKLOADS[name].make().parameters())
