@@ -1,4 +1,4 @@
-"""A loop with Accelerate and a sharded optimizer. Run it again, on any number of ranks, to resume.
+"""Train in an Accelerate loop with a sharded optimizer. Run it again, on any number of ranks, to resume.
 
 torchrun --nproc-per-node 2 examples/accelerate_loop.py
 """
@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from zeroshard.integrations.accelerate import Accelerator  # the line that is different
+from zeroshard.integrations.accelerate import Accelerator  # the only changed line
 
-FOLDER = Path("checkpoints")
-PASSES = 2  # backward passes for each step
+FOLDER = Path("checkpoints-accelerate")
+PASSES = 2  # backward passes per step
 
 torch.manual_seed(0)
 inputs = torch.randn(960, 32)
@@ -23,7 +23,7 @@ model = nn.Sequential(nn.Linear(32, 512), nn.LayerNorm(512), nn.GELU(), nn.Linea
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 scheduler = CosineAnnealingLR(optimizer, T_max=200)
 
-batches = DataLoaderConfiguration(split_batches=True)  # batches of 48 samples, split over all ranks
+batches = DataLoaderConfiguration(split_batches=True)  # 48 samples per pass, over all ranks
 on_cpu = not torch.cuda.is_available()
 accelerator = Accelerator(cpu=on_cpu, gradient_accumulation_steps=PASSES, dataloader_config=batches)
 prepared = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=48), scheduler)

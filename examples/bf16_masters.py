@@ -1,4 +1,4 @@
-"""Train a bfloat16 model with float32 master weights, sharded across ranks, and one without them.
+"""Train a bfloat16 model with fp32 master weights, sharded across ranks, and the same model without them.
 
 torchrun --nproc-per-node 2 examples/bf16_masters.py
 """
@@ -12,7 +12,7 @@ from start import join_group  # type: ignore[import-not-found]
 from zeroshard import ZeroConfig
 
 STEPS = 60
-# Gradients are sent in bfloat16 and summed in float32; parameters are rounded once, after the update.
+# Gradients are sent in bfloat16 and summed in float32. Parameters are rounded once, after the update.
 MASTERS = ZeroConfig(master_dtype=torch.float32, reduce_dtype=torch.bfloat16)
 
 
@@ -21,7 +21,7 @@ def train(config: ZeroConfig, device: torch.device) -> float:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 1)).to(device, torch.bfloat16)
     before = [param.detach().clone() for param in model.parameters()]
-    # Updates this small change a bfloat16 parameter only if they accumulate in higher precision.
+    # Such small updates are lost to rounding unless they accumulate in higher precision.
     optimizer = zeroshard.shard(model, torch.optim.AdamW, lr=1e-5, weight_decay=0.0, config=config)
     torch.manual_seed(dist.get_rank())  # different inputs on each rank
     for _ in range(STEPS):

@@ -1,4 +1,4 @@
-"""A DDP script with one changed import: each rank keeps 1/N of AdamW's state.
+"""Train under DDP with one changed import: each rank keeps 1/N of AdamW's state.
 
 torchrun --nproc-per-node 2 examples/dropin.py
 """
@@ -31,7 +31,7 @@ def main() -> None:
             print(f"step {step}: loss {loss.item():.4f}")
     held = sum(value.numel() for state in optimizer.state.values() for value in state.values() if value.dim())
     total = 2 * sum(param.numel() for param in model.parameters())
-    state = optimizer.full_state_dict(to=0)  # called on all ranks; rank 0 gets the state dict of an unsharded optimizer
+    state = optimizer.full_state_dict(to=0)  # on all ranks; rank 0 gets the state dict of a plain optimizer
     if state is not None:
         torch.optim.AdamW(model.parameters()).load_state_dict(state)
     print(f"rank {dist.get_rank()} holds {held:,} of {total:,} elements of state\n", end="")

@@ -1,12 +1,12 @@
-"""Elastic training: when ranks leave or join, torchrun restarts all processes, which resume from the last checkpoint.
+"""Elastic training: when ranks leave or join, torchrun restarts all processes, and they resume from a checkpoint.
 
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 2:4 --nproc-per-node 1 --max-restarts 3 \\
     --rdzv-backend c10d --rdzv-endpoint host0:29400 --rdzv-id my-job examples/elastic.py
 
 On one host: ... torchrun --standalone --nproc-per-node 4 --max-restarts 3 examples/elastic.py
 
-A rank that fails, or whose peer is lost, raises. Nothing here catches the error: the process exits, and torchrun starts
-the job again.
+A rank that fails or loses a peer raises. Nothing here catches the error: the process exits, and torchrun restarts the
+job.
 """
 
 import argparse
@@ -30,13 +30,13 @@ def make_model(width: int = 128) -> nn.Module:
 
 
 def part_of_batch(step: int, rank: int, world_size: int) -> Tensor:
-    """Return this rank's samples of a step. They depend only on the step and the world size, so runs are repeatable."""
+    """Return this rank's samples for a step. They depend on step and world size alone, so runs are repeatable."""
     samples = torch.randn(BATCH, 32, generator=torch.Generator().manual_seed(step))
     return samples.tensor_split(world_size)[rank]
 
 
 def loss_of(model: nn.Module, inputs: Tensor, world_size: int) -> Tensor:
-    """Return a loss whose average over ranks is the mean over the batch, also if ranks have different sample counts."""
+    """Return a loss whose average over ranks is the mean over the batch, even if ranks have unequal sample counts."""
     errors: Tensor = model(inputs) - inputs.square().mean(1, keepdim=True)
     return errors.square().sum() * (world_size / BATCH)
 
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000, help="total number of steps")
     parser.add_argument("--every", type=int, default=50, help="steps between two checkpoints")
     parser.add_argument("--keep", type=int, default=3, help="number of checkpoints to keep")
-    parser.add_argument("--folder", default="checkpoints", help="checkpoint directory, shared by all hosts")
+    parser.add_argument("--folder", default="checkpoints-elastic", help="checkpoint directory, shared by all hosts")
     parser.add_argument("--timeout", type=float, default=60, help="seconds until an unresponsive rank counts as lost")
     options = parser.parse_args()
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Fine-tuning: first only the new head trains, then all layers do. Frozen parameters have no state and are not sent.
+"""Fine-tune a new head first, then all layers. Frozen parameters have no optimizer state and are not communicated.
 
 torchrun --nproc-per-node 2 examples/finetune.py
 """
@@ -44,7 +44,7 @@ def main() -> None:
     before = [param.clone() for param in body.parameters()]
     report("head only", optimizer, train(model, optimizer, device, seed=1))
     assert all(torch.equal(old, new) for old, new in zip(before, body.parameters(), strict=True))
-    body.requires_grad_(True)  # unfrozen: the optimizer trains them from the next step on
+    body.requires_grad_(True)  # the same optimizer trains them from the next step on
     optimizer.param_groups[0]["lr"] = 3e-4
     report("all layers", optimizer, train(model, optimizer, device, seed=2))
     assert not any(torch.equal(old, new) for old, new in zip(before, body.parameters(), strict=True))

@@ -1,6 +1,7 @@
 """Train a small GPT with Lightning and a sharded optimizer. Run it again, on any number of ranks, to resume.
 
 torchrun --nproc-per-node 2 examples/lightning_gpt.py
+torchrun --nproc-per-node 3 examples/lightning_gpt.py --epochs 10
 """
 
 import argparse
@@ -18,13 +19,14 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from gpt import GPT  # type: ignore[import-not-found]
 from zeroshard.integrations.lightning import ZeroShardStrategy
 
+FOLDER = Path("checkpoints-lightning")
 TEXT = Path(__file__).parent / "data" / "sonnets.txt"
 CONTEXT = 64
 BATCH = 12  # passages per step, over all ranks: the world size must divide it
 
 
 class LitGPT(pl.LightningModule):
-    """The same module as for any other strategy, with a plain optimizer and a plain scheduler."""
+    """The module that any other strategy trains, with a plain optimizer and a plain scheduler."""
 
     def __init__(self, vocabulary: int, width: int) -> None:
         super().__init__()
@@ -47,7 +49,7 @@ class LitGPT(pl.LightningModule):
 
 
 def passages(count: int) -> tuple[int, Subset[Any]]:
-    """Return the size of the vocabulary, and passages of the text."""
+    """Return the vocabulary size and `count` passages of the text."""
     text = TEXT.read_text(encoding="ascii")
     vocabulary = sorted(set(text))
     ids = torch.tensor([vocabulary.index(character) for character in text]).unfold(0, CONTEXT + 1, 7)
@@ -64,15 +66,15 @@ def main() -> None:
     torch.manual_seed(0)
     vocabulary, data = passages(options.steps * BATCH)
     trainer = pl.Trainer(
-        strategy=ZeroShardStrategy(),  # the line that is different
+        strategy=ZeroShardStrategy(),  # the only changed line
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         max_epochs=options.epochs,
         gradient_clip_val=1.0,
-        callbacks=[ModelCheckpoint("checkpoints", filename="gpt-{epoch}", save_last=True)],
+        callbacks=[ModelCheckpoint(FOLDER, filename="gpt-{epoch}", save_last=True)],
         logger=False,
         enable_progress_bar=False,
     )
-    last = Path("checkpoints", "last.ckpt")
+    last = FOLDER / "last.ckpt"
     loader = DataLoader(data, batch_size=BATCH // ranks)
     trainer.fit(LitGPT(vocabulary, options.width), loader, ckpt_path=last if last.exists() else None)
 

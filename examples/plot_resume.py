@@ -1,4 +1,4 @@
-"""Plot the loss of a run that was stopped twice and resumed at other world sizes, and of one that was not stopped.
+"""Plot the loss of a run that is stopped twice and resumed at other world sizes, and of an uninterrupted run.
 
 python examples/plot_resume.py [--steps N] [--out FILE]
 """
@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SCRIPT = Path(__file__).with_name("resume.py")
-PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "resume.png"
 RANKS = (4, 2, 3)
-COLOURS = {4: "#0b6e4f", 2: "#c05621", 3: "#2b6cb0"}
+COLORS = {4: "#0b6e4f", 2: "#c05621", 3: "#2b6cb0"}
 
 
 class Point(NamedTuple):
@@ -36,16 +35,16 @@ def run(ranks: int, folder: Path, *options: object) -> list[Point]:
 
 
 def train(steps: int) -> tuple[list[Point], list[Point]]:
-    """Return the points of the run that was stopped, and of the one that was not."""
+    """Return the points of the stopped run and of the uninterrupted one."""
     with tempfile.TemporaryDirectory() as folder:
         stopped: list[Point] = []
         for number, ranks in enumerate(RANKS, 1):
             stop = steps * number // len(RANKS)
             stopped += run(ranks, Path(folder, "stopped"), "--steps", steps, "--stop-at", stop)
-        return stopped, run(RANKS[0], Path(folder, "straight"), "--steps", steps)
+        return stopped, run(RANKS[0], Path(folder, "uninterrupted"), "--steps", steps)
 
 
-def draw(stopped: list[Point], straight: list[Point], path: Path) -> None:
+def draw(stopped: list[Point], uninterrupted: list[Point], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -56,8 +55,8 @@ def draw(stopped: list[Point], straight: list[Point], path: Path) -> None:
     )
     _curves(above, stopped)
     above.plot(
-        [point.step for point in straight],
-        [point.loss for point in straight],
+        [point.step for point in uninterrupted],
+        [point.loss for point in uninterrupted],
         linestyle="--",
         color="black",
         linewidth=1,
@@ -66,7 +65,7 @@ def draw(stopped: list[Point], straight: list[Point], path: Path) -> None:
     above.set_ylabel("loss")
     above.legend(frameon=False)
     above.set_title("Stopped twice, resumed each time at another world size", fontsize=11)
-    _differences(below, stopped, straight)
+    _differences(below, stopped, uninterrupted)
     for panel in (above, below):
         panel.spines[["top", "right"]].set_visible(False)
         for before, after in pairwise(stopped):
@@ -80,27 +79,27 @@ def _curves(panel: Any, points: list[Point]) -> None:
     for ranks in RANKS:
         mine = [point for point in points if point.ranks == ranks]
         steps, losses = [point.step for point in mine], [point.loss for point in mine]
-        panel.plot(steps, losses, color=COLOURS[ranks], linewidth=3.5, alpha=0.55, label=f"{ranks} ranks")
+        panel.plot(steps, losses, color=COLORS[ranks], linewidth=3.5, alpha=0.55, label=f"{ranks} ranks")
 
 
-def _differences(panel: Any, stopped: list[Point], straight: list[Point]) -> None:
+def _differences(panel: Any, stopped: list[Point], uninterrupted: list[Point]) -> None:
     for ranks in RANKS:
-        pairs = [(a, b) for a, b in zip(stopped, straight, strict=True) if a.ranks == ranks]
-        panel.plot([a.step for a, _ in pairs], [a.loss - b.loss for a, b in pairs], color=COLOURS[ranks])
+        pairs = [(a, b) for a, b in zip(stopped, uninterrupted, strict=True) if a.ranks == ranks]
+        panel.plot([a.step for a, _ in pairs], [a.loss - b.loss for a, b in pairs], color=COLORS[ranks])
     panel.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     panel.set_ylabel("difference")
     panel.set_xlabel("step")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Plot the loss of a run that was stopped twice.")
+    parser = argparse.ArgumentParser(description="Plot the loss of a run that is stopped twice and resumed.")
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--out", type=Path, default=PICTURE)
+    parser.add_argument("--out", type=Path, default=Path("resume.png"))
     options = parser.parse_args()
-    stopped, straight = train(options.steps)
-    draw(stopped, straight, options.out)
-    largest = max(abs(a.loss - b.loss) for a, b in zip(stopped, straight, strict=True))
-    print(f"{options.out}: losses differ by {largest:.2g} at most")
+    stopped, uninterrupted = train(options.steps)
+    draw(stopped, uninterrupted, options.out)
+    largest = max(abs(a.loss - b.loss) for a, b in zip(stopped, uninterrupted, strict=True))
+    print(f"{options.out}: losses differ by at most {largest:.2g}")
 
 
 if __name__ == "__main__":

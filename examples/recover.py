@@ -1,4 +1,4 @@
-"""One of three ranks is killed. The others continue without it, in their own processes, from peer checkpoints.
+"""Kill one of three ranks. The others continue in their own processes, from peer checkpoints in memory.
 
 python examples/recover.py
 """
@@ -24,14 +24,14 @@ HOST = "127.0.0.1"
 
 
 def join(store: Store, name: str, attempt: int) -> None:
-    """Create a process group of the processes that are alive: the launcher lists them in the store."""
+    """Create a process group of the live processes, which the launcher lists in the store."""
     names = store.get(f"attempt {attempt}").decode().split()
     dist.init_process_group(
         "gloo",
         store=PrefixStore(f"group {attempt}", store),
         rank=names.index(name),
         world_size=len(names),
-        timeout=timedelta(seconds=10),
+        timeout=timedelta(seconds=60),
     )
 
 
@@ -64,8 +64,8 @@ def train(name: str, port: int) -> None:
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     """Return the loss of a step. Inputs depend on the step, so a repeated step uses the same ones."""
-    draw = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-    inputs = torch.randn(64, 8, generator=draw)
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    inputs = torch.randn(64, 8, generator=generator)
     return nn.functional.mse_loss(model(inputs), inputs.square().mean(1, keepdim=True))
 
 
@@ -77,7 +77,7 @@ def main() -> int:
     for worker in workers.values():
         worker.start()
     store.set("attempt 0", " ".join(names))
-    workers[LOST].join()  # a real launcher would wait for the `sentinel` of all processes
+    workers[LOST].join()  # a real launcher waits for the `sentinel` of every process
     store.set("attempt 1", " ".join(name for name in names if name != LOST))
     for worker in workers.values():
         worker.join()

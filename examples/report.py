@@ -1,4 +1,4 @@
-"""Print the report of an optimizer, and save it as a plot.
+"""Print `optimizer.report()`, and save it as a plot.
 
 torchrun --nproc-per-node 2 examples/report.py report.png
 """

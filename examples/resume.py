@@ -1,4 +1,4 @@
-"""Train a small GPT that can be stopped at any step and resumed on any number of ranks.
+"""Train a small GPT. Stop it at any step, and run it again on any number of ranks to resume.
 
 torchrun --nproc-per-node 4 examples/resume.py --stop-at 40
 torchrun --nproc-per-node 2 examples/resume.py
@@ -21,7 +21,7 @@ BATCH = 12  # passages per step, over all ranks: the world size must divide it
 
 
 class Passages:
-    """Random passages of a text. The batch of a step depends only on the step, not on the world size."""
+    """Random passages of a text. The batch of a step depends on the step alone, not on the world size."""
 
     def __init__(self) -> None:
         text = TEXT.read_text(encoding="ascii")
@@ -29,8 +29,8 @@ class Passages:
         ids = torch.tensor([self.vocabulary.index(character) for character in text])
         self._passages = ids.unfold(0, CONTEXT + 1, 1)
 
-    def of(self, step: int) -> Tensor:
-        """Return this rank's samples of the batch of a step."""
+    def batch(self, step: int) -> Tensor:
+        """Return this rank's passages for a step."""
         picked = torch.randint(len(self._passages), (BATCH,), generator=torch.Generator().manual_seed(step))
         return self._passages[picked[dist.get_rank() :: dist.get_world_size()]]
 
@@ -47,11 +47,13 @@ def train(options: argparse.Namespace) -> None:
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
     start, pending_save = 0, None
-    if checkpoint.latest(options.folder) is not None:
+    if checkpoint.latest(options.folder) is not None:  # on all ranks, at any world size
         start = checkpoint.load(options.folder, **parts).step or 0
     stop = min(options.steps, options.stop_at or options.steps)
+    if start >= stop and dist.get_rank() == 0:
+        print(f"already trained for {start} steps: delete {options.folder} to start over")
     for step in range(start + 1, stop + 1):
-        ids = passages.of(step).to(device)
+        ids = passages.batch(step).to(device)
         loss = cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -66,7 +68,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def report(step: int, loss: Tensor) -> None:
-    """Print the loss of the global batch, to its last digit."""
+    """Print the loss of the global batch, with enough digits to compare runs."""
     dist.all_reduce(loss)
     if dist.get_rank() == 0:
         print(f"step {step}, {dist.get_world_size()} ranks: loss {loss.item() / dist.get_world_size():.9f}", flush=True)
@@ -77,7 +79,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120, help="total number of steps")
     parser.add_argument("--stop-at", type=int, help="stop after this step")
     parser.add_argument("--every", type=int, default=25, help="steps between two checkpoints")
-    parser.add_argument("--folder", default="checkpoints", help="checkpoint directory")
+    parser.add_argument("--folder", default="checkpoints-resume", help="checkpoint directory")
     train(parser.parse_args())
 
 

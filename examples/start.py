@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 def join_group() -> torch.device:
-    """Initialize NCCL if there are GPUs, else gloo, and return this rank's device."""
+    """Initialize the process group, with NCCL on GPUs and gloo on CPUs, and return this rank's device."""
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Trace one iteration on each rank, and plot the phases of zeroshard.
+"""Trace one iteration on each rank with torch.profiler, and plot zeroshard's phases.
 
 torchrun --nproc-per-node 2 examples/trace.py trace.png
 """
@@ -30,11 +30,11 @@ COLORS = {
     "consensus": "#D55E00",
     "": "#CC79A7",
 }
-"""Colours by a pattern in the name; the palette of Okabe and Ito is safe for colour-blind readers."""
+"""Colors by a pattern in the label, from the Okabe-Ito palette, which is safe for color-blind readers."""
 
 
 def record_trace(path: Path) -> None:
-    """Trace one iteration, after a few without a profiler."""
+    """Trace one iteration after a few warm-up iterations."""
     torch.manual_seed(dist.get_rank())
     model = GPT(vocabulary=256)
     config = zeroshard.ZeroConfig(partition=zeroshard.FlatShards(bucket_bytes=2 << 20), overlap_param_gather=True)
@@ -60,11 +60,11 @@ def record_trace(path: Path) -> None:
 
 
 def spans(path: Path) -> list[dict[str, Any]]:
-    """Return the labelled events in the order of their start."""
+    """Return the labeled events, ordered by start time."""
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     pattern = "zeroshard: |forward$|backward$"
-    labelled = [event for event in events if event.get("ph") == "X" and re.match(pattern, event["name"])]
-    return sorted(labelled, key=lambda event: (event["ts"], -event["dur"]))
+    labeled = [event for event in events if event.get("ph") == "X" and re.match(pattern, event["name"])]
+    return sorted(labeled, key=lambda event: (event["ts"], -event["dur"]))
 
 
 def color(name: str) -> str:
@@ -72,7 +72,7 @@ def color(name: str) -> str:
 
 
 def draw_spans(axes: Any, events: list[dict[str, Any]], first: float, last: float) -> None:
-    """Draw events; a nested event is drawn below the one that contains it."""
+    """Draw events, each below the event that contains it."""
     ends: list[float] = []
     for event in events:
         ends = [end for end in ends if end > event["ts"]]

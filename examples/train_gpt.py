@@ -1,17 +1,14 @@
 """Train a small character-level GPT on several ranks, with optimizer state and gradients sharded across them.
 
-torchrun --nproc-per-node 2 examples/train_gpt.py [--way unsharded | drop-in | shard] [--steps N]
+torchrun --nproc-per-node 2 examples/train_gpt.py [--mode unsharded | drop-in | shard] [--steps N]
 """
 
 import argparse
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.progress import track
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -23,64 +20,42 @@ from zeroshard import ZeroRedundancyOptimizer, shard
 
 TEXT = Path(__file__).parent / "data" / "sonnets.txt"
 CONTEXT = 64
-BATCH = 8
-STEPS = 60
+BATCH = 8  # passages per step and rank
+MODES = ("unsharded", "drop-in", "shard")
 
 
-WAYS = ("unsharded", "drop-in", "shard")
-
-
-def prepare(model: nn.Module, way: str) -> tuple[nn.Module, Optimizer]:
+def prepare(model: nn.Module, mode: str) -> tuple[nn.Module, Optimizer]:
     """Return the model to train and its optimizer."""
-    if way == "shard":
-        return model, shard(model, AdamW, lr=1e-3, fused=True)  # no DDP: 1/N of state and gradients on each rank
+    if mode == "shard":
+        return model, shard(model, AdamW, lr=1e-3, fused=True)  # no DDP: each rank keeps 1/N of state and gradients
     wrapped = DistributedDataParallel(model)
-    if way == "drop-in":
+    if mode == "drop-in":
         return wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), AdamW, lr=1e-3, fused=True)
     return wrapped, AdamW(wrapped.parameters(), lr=1e-3, fused=True)
 
 
-@dataclass
-class Run:
-    """Results of a run on this rank; times are medians.
-
-    It keeps the parameters but not the DDP model: one that outlives its process group can hang gloo's shutdown.
-    """
-
-    parameters: list[Tensor]
-    loss: float
-    state_mib: float
-    step_ms: float
-    iteration_ms: float
-
-
-def train(device: torch.device, way: str, steps: int = STEPS) -> Run:
-    torch.manual_seed(0)  # the same initial weights on every rank and in every run
+def train(device: torch.device, mode: str, steps: int) -> None:
+    torch.manual_seed(0)  # the same initial weights on every rank
     text = TEXT.read_text(encoding="ascii")
-    model, optimizer = prepare(GPT(len(set(text)), CONTEXT).to(device), way)
-    times = []
-    for inputs, targets in track(batches(text, device, steps), way.rjust(9), steps, disable=dist.get_rank() != 0):
-        start = now(device)
-        optimizer.zero_grad()
-        loss = cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    model, optimizer = prepare(GPT(len(set(text)), CONTEXT).to(device), mode)
+    for step, (inputs, targets) in enumerate(batches(text, steps), 1):
+        loss = cross_entropy(model(inputs.to(device)).flatten(0, 1), targets.to(device).flatten())
         loss.backward()  # type: ignore[no-untyped-call]
-        ready = now(device)
         optimizer.step()
-        end = now(device)
-        times.append((end - ready, end - start))
-    step_ms, iteration_ms = torch.tensor(times).mul(1e3).median(0).values.tolist()
-    parameters = [parameter.detach() for parameter in model.parameters()]
-    return Run(parameters, loss.item(), state_mib(optimizer), step_ms, iteration_ms)
+        optimizer.zero_grad()
+        if step % 10 == 0 and dist.get_rank() == 0:
+            print(f"step {step}: loss {loss.item():.3f}", flush=True)
+    print(f"rank {dist.get_rank()}: last loss {loss.item():.3f}, optimizer state {state_mib(optimizer):.1f} MiB")
 
 
-def batches(text: str, device: torch.device, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(text: str, count: int, size: int = BATCH) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield random passages, different on each rank, and the same passages shifted by one character."""
     vocabulary = sorted(set(text))
     ids = torch.tensor([vocabulary.index(character) for character in text])
     passages = ids.unfold(0, CONTEXT + 1, 1)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(count):
-        picked = passages[torch.randint(len(passages), (BATCH,), generator=generator)].to(device)
+        picked = passages[torch.randint(len(passages), (size,), generator=generator)]
         yield picked[:, :-1], picked[:, 1:]
 
 
@@ -90,19 +65,13 @@ def state_mib(optimizer: Optimizer) -> float:
     return sum(value.nbytes for value in values if isinstance(value, Tensor)) / 2**20
 
 
-def now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small GPT with a sharded optimizer.")
-    parser.add_argument("--way", choices=WAYS, default="shard")
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--mode", choices=MODES, default="shard")
+    parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
-    run = train(join_group(), options.way, options.steps)
-    print(f"rank {dist.get_rank()}: loss of its last batch {run.loss:.3f}, optimizer state {run.state_mib:.1f} MiB")
+    # Hazard: a DDP model that outlives its process group can hang gloo's shutdown. Here it ends with `train`.
+    train(join_group(), options.mode, options.steps)
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Muon on the matrices of a small GPT, AdamW on the rest: one optimizer, one scheduler, one checkpoint.
+"""Train a small GPT with Muon on its matrices and AdamW on the rest: one optimizer, one scheduler, one checkpoint.
 
 torchrun --nproc-per-node 2 examples/train_muon.py [--steps N] [--width N] [--layers N] [--measured]
 """
@@ -20,16 +20,16 @@ from zeroshard import checkpoint
 FOLDER = "checkpoints-muon"
 
 
-def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=20)
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a small GPT with Muon and AdamW, or resume.")
+    parser.add_argument("--steps", type=int, default=20, help="number of further steps")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--measured", action="store_true", help="assign matrices to ranks by measured step times")
     return parser.parse_args()
 
 
-def sharded(model: nn.Module, *, measured: bool) -> zeroshard.ShardedOptimizer:
+def make_optimizer(model: nn.Module, *, measured: bool) -> zeroshard.ShardedOptimizer:
     hidden = zeroshard.matrix_params(exclude=("tokens", "positions"))
     cost = zeroshard.rules.profile_step_cost(model, torch.optim.Muon, selector=hidden) if measured else None
     return zeroshard.shard(
@@ -43,27 +43,27 @@ def sharded(model: nn.Module, *, measured: bool) -> zeroshard.ShardedOptimizer:
     )
 
 
-def batch(number: int, device: torch.device) -> torch.Tensor:
-    """Return sequences that count up, different on each rank."""
-    draw = torch.Generator().manual_seed(1000 * number + dist.get_rank())
-    starts = torch.randint(64, (16, 1), generator=draw)
+def batch(step: int, device: torch.device) -> torch.Tensor:
+    """Return sequences of consecutive numbers, different on each rank."""
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    starts = torch.randint(64, (16, 1), generator=generator)
     return ((starts + torch.arange(33)) % 64).to(device)
 
 
 def main() -> None:
-    chosen, device = options(), join_group()
+    options, device = parse_options(), join_group()
     torch.manual_seed(0)
-    model = GPT(vocabulary=64, context=32, width=chosen.width, layers=chosen.layers).to(device)
-    optimizer = sharded(model, measured=chosen.measured)
-    scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))  # scales the learning rates of both classes
+    model = GPT(vocabulary=64, context=32, width=options.width, layers=options.layers).to(device)
+    optimizer = make_optimizer(model, measured=options.measured)
+    scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))  # of both optimizer classes
     if checkpoint.latest(FOLDER):  # at any world size; call on all ranks
         checkpoint.load(FOLDER, model=model, optimizer=optimizer, scheduler=scheduler)
-    half = torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
-    for number in range(scheduler.last_epoch, scheduler.last_epoch + chosen.steps):
-        ids = batch(number, device)
-        with half:
+    autocast = torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
+    for step in range(scheduler.last_epoch, scheduler.last_epoch + options.steps):
+        ids = batch(step, device)
+        with autocast:
             loss = cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-        torch.autograd.backward(loss)  # reduces matrices to their owners, and the rest in shards
+        torch.autograd.backward(loss)  # reduces each matrix to its owner, reduce-scatters the rest
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()

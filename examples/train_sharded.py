@@ -1,4 +1,4 @@
-"""All that a script with `zeroshard.shard` needs. Run it again, with any number of ranks, and it goes on.
+"""A complete training script with `zeroshard.shard`. Run it again, on any number of ranks, to resume.
 
 torchrun --nproc-per-node 2 examples/train_sharded.py
 """

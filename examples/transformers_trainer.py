@@ -1,6 +1,7 @@
 """Train a small Llama with Transformers and a sharded optimizer. Run it again, on any number of ranks, to resume.
 
 torchrun --nproc-per-node 2 examples/transformers_trainer.py
+torchrun --nproc-per-node 3 examples/transformers_trainer.py --steps 80
 """
 
 import argparse
@@ -13,8 +14,9 @@ from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from zeroshard.integrations.transformers import Trainer  # the line that is different
+from zeroshard.integrations.transformers import Trainer  # the only changed line
 
+FOLDER = "checkpoints-transformers"
 TEXT = Path(__file__).parent / "data" / "sonnets.txt"
 CONTEXT = 64
 BATCH = 12  # passages per step, over all ranks: the world size must divide it
@@ -40,14 +42,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="train up to this step")
     parser.add_argument("--width", type=int, default=128)
     options = parser.parse_args()
-    data, folder = Passages(), "checkpoints"
+    last = get_last_checkpoint(FOLDER) if os.path.isdir(FOLDER) else None
+    if last is not None and int(last.rpartition("-")[2]) >= options.steps:
+        print(f"already trained up to {last}: pass more --steps")  # else the Trainer trains one step more
+        return
+    data = Passages()
     sizes = {"hidden_size": options.width, "intermediate_size": 4 * options.width, "max_position_embeddings": CONTEXT}
     config = LlamaConfig(vocab_size=len(data.vocabulary), num_hidden_layers=4, num_attention_heads=4, **sizes)
     torch.manual_seed(0)
     trainer = Trainer(
         model=LlamaForCausalLM(config),
         args=TrainingArguments(
-            folder,
+            FOLDER,
             per_device_train_batch_size=BATCH // int(os.environ.get("WORLD_SIZE", "1")),
             max_steps=options.steps,
             learning_rate=2e-3,
@@ -63,7 +69,7 @@ def main() -> None:
         ),
         train_dataset=data,
     )
-    trainer.train(resume_from_checkpoint=os.path.isdir(folder) and get_last_checkpoint(folder))
+    trainer.train(resume_from_checkpoint=last)
 
 
 if __name__ == "__main__":
