@@ -31,7 +31,7 @@ def draw_table(folder: Path) -> None:
     page = folder / "table.html"
     svg = console.export_svg(title=f"zeroshard {COMMAND}")
     page.write_text(f"<body style='margin:0'><div style='width:1750px'>{svg}</div>", encoding="utf-8")
-    take_screenshot(page, "plan-table.png", 1750, 545)
+    take_screenshot(page, "plan-table.png", 1750, 478)
 
 
 def draw_page(folder: Path) -> None:
