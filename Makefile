@@ -1,4 +1,4 @@
-# Every path here is relative, so that the checkout may live under a path with spaces.
+# All paths are relative: the checkout may live under a path with spaces.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
@@ -57,11 +57,11 @@ unit: $(READY)
 fast: $(READY)
 	$(PYTEST) -m "not slow" --junitxml $(VENV)/fast.xml --ignore tests/unit --ignore tests/integrations tests
 
-# Lightning, Transformers and Accelerate as they are on PyPI; torch stays what it is. A package that is missing is a failure.
+# Lightning, Transformers, Accelerate, PEFT and Ray Train from PyPI, without changing torch. A missing package is a failure.
 INTEGRATIONS := $(VENV)/.integrations
 
 $(INTEGRATIONS): $(READY)
-	$(PY) -m pip install --quiet --disable-pip-version-check "$(TORCH)" --editable ".[integrations]"
+	$(PY) -m pip install --quiet --disable-pip-version-check "$(TORCH)" --editable ".[integrations,ray]"
 	touch $(INTEGRATIONS)
 
 test-integrations: $(INTEGRATIONS)
@@ -71,25 +71,25 @@ test-integrations: $(INTEGRATIONS)
 test-integrations-fast: $(INTEGRATIONS)
 	ZEROSHARD_INTEGRATIONS=1 $(PYTEST) -m "not slow" tests/integrations
 
-# Faults in real jobs, more than 500 of them watched, flipped bits and other timings, and docs/faults.md made of what was found: about 40 minutes on 2 cores.
-# Records of earlier runs go first, but for that of `make long`.
+# Injects more than 500 faults, bit flips and delays into real jobs, and writes docs/faults.md: about 40 minutes on 2 cores.
+# Deletes records of earlier runs first, except that of `make long`.
 faults: $(READY)
 	ZEROSHARD_RECORDS=$(RECORDS) $(PY) -m tests.support.fault_report --forget
 	ZEROSHARD_KILLS=80 ZEROSHARD_FAULTS=2 ZEROSHARD_LOSSES=60 ZEROSHARD_RECORDS=$(RECORDS) $(PY) -m pytest tests/faults tests/distributed/test_timing_independence.py tests/distributed/test_consistency_check.py
 	ZEROSHARD_RECORDS=$(RECORDS) $(PY) -m tests.support.fault_report
 
-# 20,000 steps with all that happens on the way, twice: about half an hour on 2 cores.
+# Two runs of 20,000 steps with saves, loads, failures and added groups: about half an hour on 2 cores.
 long: $(READY)
 	ZEROSHARD_LONG=20000 ZEROSHARD_RECORDS=$(RECORDS) $(PY) -m pytest tests/faults/test_long_runs.py
 	ZEROSHARD_RECORDS=$(RECORDS) $(PY) -m tests.support.fault_report
 
-# Hostile and broken input: twenty times the examples of `make test`, then guided by coverage, where atheris can be installed.
+# Fuzzing: twenty times the examples of `make test`, then coverage-guided, if atheris can be installed.
 fuzz: $(READY)
 	ZEROSHARD_FUZZ=20 $(PY) -m pytest --timeout 3600 tests/fuzz
 	$(PY) -m pip install --quiet --disable-pip-version-check --editable ".[fuzz]"
-	for target in archive directory manifest codec outline headers; do $(PY) tests/fuzz/guided.py $$target --seconds 60 || exit 1; done
+	for target in metadata directory manifest serialization tensor_header safetensors; do $(PY) tests/fuzz/guided.py $$target --seconds 60 || exit 1; done
 
-# Random training programs beside DDP with the plain optimizer; docs/programs.md is written from all runs on record.
+# Random training programs, compared with DDP and the plain optimizer; writes docs/programs.md from all recorded runs.
 # Each run needs another seed: make programs SEED=2 COUNT=5000 MINUTES=60.
 SEED ?= 1
 COUNT ?= 5000
@@ -98,23 +98,23 @@ programs: $(READY)
 	$(PY) -m tests.programs --seed $(SEED) --count $(COUNT) --minutes $(MINUTES) --ranks 2,3 \
 		--records $(RECORDS)/programs.jsonl --page docs/programs.md
 
-# The page of `zeroshard plan --html` in chromium, which must be there: apt-get install chromium, or brew install chromium.
+# Tests the page of `zeroshard plan --html` in chromium: apt-get install chromium, or brew install chromium.
 browser: $(READY)
 	$(PY) -m pip install --quiet --disable-pip-version-check "playwright>=1.49"
 	ZEROSHARD_BROWSER=1 $(PY) -m pytest tests/unit/test_planner_browser.py
 
-# Writes docs/optimizers.md anew: about a minute.
+# Rewrites docs/optimizers.md: about a minute.
 table: $(READY)
 	ZEROSHARD_TABLE=write $(PY) -m pytest tests/distributed/test_optimizers.py
 
-# The site, in site/. Any warning is an error; a note of the theme's makers is none.
+# Builds the site in site/. Warnings are errors, except a note of the theme's authors.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 wheel: $(READY)
 	$(PY) -m hatchling build
 
-# A peer that cannot be installed here is left out of the comparison; torch stays what it is.
+# Skips peers that cannot be installed. Does not change torch.
 $(PEERS): $(READY)
 	for peer in deepspeed fairscale; do \
 		DS_BUILD_OPS=0 $(PY) -m pip install --quiet --disable-pip-version-check "$(TORCH)" $$peer \
@@ -123,7 +123,7 @@ $(PEERS): $(READY)
 	touch $(PEERS)
 
 bench: $(PEERS)
-	status=0; for part in dropin construction checkpoint muon mesh scaling labels peers; do $(PY) benchmarks/$$part.py || status=1; done; exit $$status
+	status=0; for part in dropin construction checkpoint muon mesh scaling labels breakdown peers; do $(PY) benchmarks/$$part.py || status=1; done; exit $$status
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis site dist
