@@ -505,7 +505,8 @@ class ZeroRedundancyOptimizer(StateDictMixin, Joinable):
         """Reset the gradients of all parameters, including this rank's gradient shards."""
         if self._ddp_overlap is not None:
             self._ddp_overlap.check_trainable_unchanged()
-        self._engine.grads.drop_placeholders()
+        if not set_to_none:
+            self._engine.grads.drop_placeholders()
         super().zero_grad(set_to_none)
         self._engine.grads.clear(set_to_none=set_to_none)
 

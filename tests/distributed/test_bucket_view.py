@@ -271,7 +271,7 @@ def make_unpadded_params() -> nn.ParameterList:
 
 
 @ranks(2, 3, 4)
-def test_only_trainable_params_are_broadcast(ctx: RankContext) -> None:
+def test_only_trainable_params_are_sent(ctx: RankContext) -> None:
     for zero_only in BUCKET_VIEW_OPTIONS:
         parity = ParityRun(optim.SGD, model=make_unpadded_params, zero_only=zero_only, **MOMENTUM)
         for frozen in ((), (0,), (1, 4), (0, 1, 2, 3, 4, 5), (5,), ()):
@@ -282,7 +282,7 @@ def test_only_trainable_params_are_broadcast(ctx: RankContext) -> None:
             with recorded() as traffic:
                 parity.train(1)
             trained = [param for param in parity.model.parameters() if param.requires_grad]
-            assert sum(traffic.sizes("broadcast")) == sum(param.nbytes for param in trained)
+            assert sum(traffic.sizes_to_all(ctx.world_size)) == sum(param.nbytes for param in trained)
 
 
 def make_half_frozen_params() -> nn.ParameterList:
@@ -304,17 +304,17 @@ def test_frozen_params_do_not_count_in_load_balancing(ctx: RankContext) -> None:
         assert owners == [trained_only.layout.owner_of(index) for index in range(3)]
         with recorded() as traffic:
             parity.train(1)
-        assert sum(traffic.sizes("broadcast")) == sum(param.nbytes for param in trained)
-        assert len(traffic.sizes("broadcast")) == len(set(owners))
+        assert sum(traffic.sizes_to_all(ctx.world_size)) == sum(param.nbytes for param in trained)
+        assert len(traffic.sizes_to_all(ctx.world_size)) == len(set(owners))
 
 
 @ranks(2, 3, 4)
-def test_one_broadcast_per_rank(ctx: RankContext) -> None:
+def test_one_message_per_owner(ctx: RankContext) -> None:
     for zero_only in BUCKET_VIEW_OPTIONS:
         parity = ParityRun(optim.SGD, zero_only=zero_only, **MOMENTUM)
         with recorded() as traffic:
             parity.train(1)
-        assert len(traffic.sizes("broadcast")) == ctx.world_size
+        assert len(traffic.sizes_to_all(ctx.world_size)) == ctx.world_size
 
 
 # ---- autograd

@@ -207,6 +207,24 @@ def test_assigned_gradients_after_a_skipped_step(ctx: RankContext) -> None:
 
 
 @ranks(2)
+def test_gradient_set_on_a_group_added_after_backward_is_averaged(ctx: RankContext) -> None:
+    model = make_seeded(mlp)
+    first, second, *_ = model.parameters()
+    for config in (ZERO1, ZERO2):
+        optimizer = shard(model, optim.SGD, params=[first], config=config, lr=0.1)
+        for param in model.parameters():
+            param.requires_grad_(param is first)
+        torch.autograd.backward(regression(model, 0))
+        before = second.detach().clone()
+        second.requires_grad_(True)
+        optimizer.add_param_group({"params": [second]})
+        second.grad = torch.full_like(second, ctx.rank + 1.0)
+        optimizer.step()
+        torch.testing.assert_close(second.detach(), before - 0.1 * 1.5)
+        optimizer.zero_grad()
+
+
+@ranks(2)
 def test_ddp_hook_supports_groups_added_later(ctx: RankContext) -> None:
     nets = [DistributedDataParallel(make_seeded(mlp)) for _ in range(2)]
     first, *rest = zip(*(net.parameters() for net in nets), strict=True)

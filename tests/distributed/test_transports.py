@@ -91,6 +91,19 @@ def test_all_gather_brings_shards_to_all_ranks(ctx: RankContext, transport_class
         assert_same(flat, torch.tensor(owners, dtype=torch.float32).to(dtype))
 
 
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("transport_class", TRANSPORTS)
+def test_broadcasts_of_several_owners_may_be_in_flight(ctx: RankContext, transport_class: type[ShardTransport]) -> None:
+    transport = transport_class(Group(), ReducePolicy())
+    owners = [Rank(number % ctx.world_size) for number in range(3 * ctx.world_size)]
+    flats = [torch.full((50 + number,), float(ctx.rank), dtype=torch.float64) for number in range(len(owners))]
+    works = [transport.broadcast(flat, owner) for flat, owner in zip(flats, owners, strict=True)]
+    for work in reversed(works):
+        work.wait()
+    for flat, owner in zip(flats, owners, strict=True):
+        assert_same(flat, torch.full_like(flat, float(owner)))
+
+
 @ranks(2, 3, 4)
 @pytest.mark.parametrize("transport_class", TRANSPORTS)
 def test_several_collectives_in_flight(ctx: RankContext, transport_class: type[ShardTransport]) -> None:

@@ -38,6 +38,10 @@ class Traffic(list[tuple[str, int]]):
     def sizes(self, verb: str) -> list[int]:
         return [size for name, size in self if name == verb]
 
+    def sizes_to_all(self, world_size: int) -> list[int]:
+        """Return the bytes of each message from one rank to all others, by broadcast or as one send per peer."""
+        return self.sizes("broadcast") + self.sizes("irecv") + self.sizes("isend")[:: world_size - 1]
+
 
 @contextmanager
 def recorded(*, this_thread_only: bool = False) -> Iterator[Traffic]:

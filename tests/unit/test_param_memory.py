@@ -134,6 +134,15 @@ def test_adding_params_does_not_move_existing_ones() -> None:
     assert all(map(torch.equal, second, values))
 
 
+def test_only_an_overloaded_owner_broadcasts() -> None:
+    """Other ranks relay a broadcast. Balanced owners send straight to their peers."""
+    for sizes, is_balanced in (([300, 290, 310], [True] * 3), ([900, 90, 100], [False, True, True]), ([900], [False])):
+        params = [nn.Parameter(torch.zeros(size)) for size in sizes]
+        plan = make_store(UnflattenedParams, params).plan_broadcast(b"\1" * len(params))
+        owners = {message.owner: message.is_balanced for message in plan.messages}
+        assert [owners[make_layout(params).owner_of(index)] for index in range(len(params))] == is_balanced
+
+
 # ---- moving parameters into the buffers
 
 

@@ -65,11 +65,7 @@ class Comm:
 
     def broadcast(self, flat: torch.Tensor, owner: Rank) -> PendingWork:
         """Start broadcasting the owner's `flat` into the equally sized `flat` of all other ranks."""
-        raw = view_as_bytes(flat)
-        source = self.group.to_global(owner)
-        with self.group.failure_detector:
-            work = dist.broadcast(raw, source, group=self.group.process_group, async_op=True)
-        return PendingWork(work, raw, self.group.failure_detector)
+        return start_broadcast(self.group, flat, owner)
 
     def all_reduce_max(self, values: list[int]) -> list[int]:
         """Return the maximum of each value over all ranks. All ranks pass the same number of values."""
@@ -145,6 +141,14 @@ class Comm:
         with self.group.failure_detector:
             work = dist.irecv(raw, self.group.to_global(source), self.group.cpu_group, self.tag)
         return PendingWork(work, raw, self.group.failure_detector)
+
+
+def start_broadcast(group: Group, flat: torch.Tensor, owner: Rank) -> PendingWork:
+    """Start broadcasting the owner's `flat`, as `Comm.broadcast` does."""
+    raw = view_as_bytes(flat)
+    with group.failure_detector:
+        work = dist.broadcast(raw, group.to_global(owner), group=group.process_group, async_op=True)
+    return PendingWork(work, raw, group.failure_detector)
 
 
 def view_as_bytes(flat: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The transport for CPU tensors over gloo: point-to-point messages, summed by the owner in rank order.
+"""The transport for CPU tensors over gloo: point-to-point messages; gradients are summed by the owner in rank order.
 
 Each shard is sent in chunks. A thread on the owner receives one row of chunks at a time, one chunk from each peer, into
 a reused buffer, and sums it while it is in the CPU cache::
@@ -59,7 +59,7 @@ class GlooTransport(ShardTransport):
         super().__init__(group, reduce)
         tags = _p2p_tags.setdefault(group.process_group, count(P2P_TAG_BASE))
         # Hazard: a thread receives reduce-scatter messages asynchronously. They must not be paired with messages of an
-        # all-gather, so each has a tag of its own.
+        # all-gather or a broadcast, so each channel has a tag of its own.
         self._reduce_channel, self._gather_channel = _P2PChannel(group, next(tags)), _P2PChannel(group, next(tags))
         self._reduce_thread = _ReduceThread(self._reduce_channel)
 
@@ -84,6 +84,16 @@ class GlooTransport(ShardTransport):
         with ProfilerPaused():
             works = [channel.receive(slices[peer], peer) for peer in channel.peers if slices[peer].numel()]
             works += [channel.send(own, peer) for peer in channel.peers if own.numel()]
+        return PendingWork(WorkList(works), flat, self.group.failure_detector)
+
+    def broadcast(self, flat: torch.Tensor, owner: Rank) -> PendingWork:
+        # gloo's broadcasts wait for each other in two threads. Point-to-point messages are all in flight at once.
+        channel = self._gather_channel
+        with ProfilerPaused():
+            if owner == self.group.rank:
+                works = [channel.send(flat, peer) for peer in channel.peers]
+            else:
+                works = [channel.receive(flat, owner)]
         return PendingWork(WorkList(works), flat, self.group.failure_detector)
 
     def cached_buffers(self) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The transport interface: reduce-scatter and all-gather of a flat buffer whose shards belong to ranks.
+"""The transport interface: reduce-scatter, all-gather and broadcast of flat buffers whose shards belong to ranks.
 
 ::
 
@@ -6,6 +6,7 @@
 
     reduce_scatter   every rank passes its own `flat`; each owner gets the sum of its shard over all ranks
     all_gather       every rank passes a `flat` with its own shard filled in; the others' shards are received into it
+    broadcast        one rank owns all of `flat`; the other ranks receive it
 
 Implementations: `gloo.py` (CPU), `nccl.py` (NCCL, and all-reduce as the fallback), `hybrid.py` (with replicas).
 """
@@ -20,8 +21,10 @@ from typing import Generic, TypeVar
 
 import torch
 
+from .._types import Rank
 from ..config import ReducePolicy, sum_dtype
 from ..layout.layout import Shards
+from .collectives import start_broadcast
 from .failure import FailureDetector, join_at_exit
 from .process_group import Group
 from .work import PendingWork
@@ -185,6 +188,14 @@ class ShardTransport(ABC):
     @abstractmethod
     def all_gather(self, flat: torch.Tensor, shards: Shards) -> PendingWork:
         """Start gathering each owner's shard into `flat` on all ranks."""
+
+    def broadcast(self, flat: torch.Tensor, owner: Rank) -> PendingWork:
+        """Start sending the owner's `flat` into the equally sized `flat` of all other ranks.
+
+        For one of many messages, of which every rank owns about the same number of bytes. See `Comm.broadcast` for
+        others.
+        """
+        return start_broadcast(self.group, flat, owner)
 
     def reduce_scatter_nbytes(self, shards: Shards, dtype: torch.dtype, output_dtype: torch.dtype) -> int:  # noqa: ARG002
         """Return how many bytes this rank sends to reduce-scatter a bucket of `dtype`, with an optimal backend."""

@@ -351,6 +351,8 @@ class GradReducer(ShardedGradSource):
         """Parameters whose gradient is ready and has not been sent."""
         self._params_to_send: list[int] = []
         """Parameters whose gradients `complete` has to send, as `prepare` has found them."""
+        self._is_untouched = False
+        """`prepare` has found every `param.grad` as this reducer had left it."""
         self._backward_id = -1
         """The backward pass that accumulated last."""
         self.grad_accumulators: dict[int, torch.autograd.graph.Node] = {}
@@ -412,7 +414,8 @@ class GradReducer(ShardedGradSource):
         with self._lock:
             if self._peer_lost_error is not None and not self.is_paused:
                 raise self._peer_lost_error.copy()
-            self._warn_if_used()
+            if self._stage.is_used:
+                self._warn_used()
             if self._error is None:
                 try:
                     self._mark_ready(index, grad)
@@ -456,11 +459,13 @@ class GradReducer(ShardedGradSource):
 
     def prepare(self) -> bytes:
         self._in_flight.finish_within_budget(self._finish_reduce)
-        self._check_grad_edits(in_backward=False)
+        self._is_untouched = self._stage.is_untouched()
+        if not self._is_untouched:
+            self._check_grad_edits(in_backward=False)
         grad_mask = bytearray(self._stage.current_grad_mask(self._grad_mask))
         self._params_to_send = self._find_params_to_send()
-        if self._params_to_send:
-            self._warn_if_used()
+        if self._params_to_send and self._stage.is_used:
+            self._warn_used()
         for index in self._params_to_send:
             grad_mask[index] = 1
         schedule = self._schedule
@@ -501,9 +506,11 @@ class GradReducer(ShardedGradSource):
         self._schedule.update_expected(grad_mask, force=bool(self._params_to_send) or not signatures_match)
         self._grad_mask[:] = step.grad_mask = grad_mask
         self._zero_shards_without_reduce()
-        self._zero_removed_grads()
+        if 0 in grad_mask:
+            self._zero_removed_grads()
         self._reset()
-        self._stage.install_placeholders(self._grad_mask, self.grad_accumulators)
+        if not (signatures_match and self._is_untouched and not self._params_to_send):
+            self._stage.install_placeholders(self._grad_mask, self.grad_accumulators)
 
     def grad_tensors(self) -> list[torch.Tensor]:
         # Hazard: exclude padding that is not sent. Nothing overwrites it, so it would stay NaN once it is multiplied by
@@ -611,10 +618,10 @@ class GradReducer(ShardedGradSource):
 
     # Helpers of `complete`.
 
-    def _warn_if_used(self) -> None:
+    def _warn_used(self) -> None:
         """Warn like the stage. Hazard: warnings may be configured to raise, and other ranks may have none."""
         try:
-            self._stage.warn_if_used()
+            self._stage.warn_used()
         except Exception as error:
             self._record_error(error)
 
@@ -623,6 +630,8 @@ class GradReducer(ShardedGradSource):
         if self._error is not None:
             return []
         copied = [index for bucket in self._schedule.buckets for index in bucket.copied_params]
+        if self._is_untouched:
+            return copied
         return copied + self._stage.find_unsent(self._schedule.bucket_of, self._unsent_flags, self._grad_mask)
 
     def _unsent_bucket_flags(self) -> bytes:

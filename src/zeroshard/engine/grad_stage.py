@@ -17,6 +17,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, ClassVar, NoReturn
 from weakref import ReferenceType, ref
 
@@ -49,6 +50,8 @@ class GradStage(ABC):
     """The ZeRO stage."""
     frees_grads: ClassVar[bool]
     """A reduce takes the gradient out of `param.grad` and frees it once it is sent. Otherwise `param.grad` stays."""
+    is_used = False
+    """A step has used the gradients, and a backward pass that adds to them must warn."""
 
     def __init__(self) -> None:
         self._specs: Sequence[ParamSpec] = ()
@@ -67,8 +70,13 @@ class GradStage(ABC):
     def prepare_accumulation(self, index: int) -> None:
         """Prepare `param.grad`, to which backward is about to add."""
 
-    def warn_if_used(self) -> None:  # noqa: B027 (nothing, by default)
-        """Warn if gradients are about to be added to those that a step has used."""
+    def warn_used(self) -> None:
+        """Warn once that gradients are about to be added to those that a step has used."""
+        self.is_used = False
+        warn_at_caller(
+            "gradients of the last step were not cleared, so this backward pass adds to them. "
+            "Call optimizer.zero_grad() after each step."
+        )
 
     def copy_early(self, index: int, bucket: ReduceBucket) -> None:  # noqa: B027 (nothing, by default)
         """Copy a large gradient to its bucket before the others are ready, if `param.grad` can be freed then."""
@@ -97,6 +105,13 @@ class GradStage(ABC):
         """
 
     # Step.
+
+    def is_untouched(self) -> bool:
+        """Return whether every `param.grad` certainly is as `install_placeholders` has left it, with nothing to send.
+
+        Then no gradient was cleared, set or edited since. One comparison of all parameters replaces several searches.
+        """
+        return False
 
     @abstractmethod
     def find_cleared(self) -> tuple[list[int], list[int]]:
@@ -427,6 +442,9 @@ def drop_placeholder(param: torch.Tensor) -> None:
         param.grad = None
 
 
+_GRAD_TO_SEND = object()
+
+
 class Stage2(GradStage):
     """ZeRO-2: a gradient is freed when it is packed, and each owner keeps its shard of the average.
 
@@ -443,8 +461,8 @@ class Stage2(GradStage):
         self._placeholders: dict[int, GradPlaceholder] = {}
         self._placeholder_params: set[int] = set()
         """Parameters that were given a placeholder. Users may have removed it."""
-        self._is_used = False
-        """A step has used the gradients: a backward pass that adds to them warns."""
+        self._left_grads: list[object] = []
+        """What `install_placeholders` has left in each `param.grad`; `_GRAD_TO_SEND` stands for a gradient."""
         self._has_stepped = False
         """A step was attempted since the last backward pass: gradients set in `param.grad` now are for the next one."""
 
@@ -459,14 +477,6 @@ class Stage2(GradStage):
     def prepare_accumulation(self, index: int) -> None:
         drop_placeholder(self._params[index])
         self._placeholder_params.discard(index)
-
-    def warn_if_used(self) -> None:
-        if self._is_used:
-            self._is_used = False
-            warn_at_caller(
-                "gradients of the last step were not cleared, so this backward pass adds to them. "
-                "Call optimizer.zero_grad() after each step."
-            )
 
     @torch.no_grad()
     def copy_early(self, index: int, bucket: ReduceBucket) -> None:
@@ -483,14 +493,23 @@ class Stage2(GradStage):
 
     def install_placeholders(self, grad_mask: Sequence[int], hooked: Container[int]) -> None:
         """Put placeholders into `param.grad` for sharded gradients: using them raises, instead of reading None."""
+        left_grads: list[object] = []
         for index, param in enumerate(self._params):
+            grad = param.grad
             # Hazard: a parameter that was unfrozen since the last step has no hook yet that would remove the
             # placeholder before the next backward pass accumulates into it.
-            if grad_mask[index] and param.grad is None and index in hooked:
+            if grad is None and grad_mask[index] and index in hooked:
                 if index not in self._placeholders:
                     self._placeholders[index] = GradPlaceholder(param, self._specs[index].label)
-                param.grad = self._placeholders[index]
+                param.grad = grad = self._placeholders[index]
                 self._placeholder_params.add(index)
+            left_grads.append(grad if grad is None or type(grad) is GradPlaceholder else _GRAD_TO_SEND)
+        self._left_grads = left_grads
+
+    def is_untouched(self) -> bool:
+        # Hazard: compare identities. `==` would call the tensors.
+        grads = [param.grad for param in self._params]
+        return len(grads) == len(self._left_grads) and all(map(is_, grads, self._left_grads))
 
     def find_cleared(self) -> tuple[list[int], list[int]]:
         cleared, others = [], []
@@ -526,12 +545,12 @@ class Stage2(GradStage):
 
     def mark_stepped(self, *, was_applied: bool) -> None:
         self._has_stepped = True
-        self._is_used = self._is_used or was_applied
+        self.is_used = self.is_used or was_applied
 
     def clear(self, *, set_to_none: bool) -> None:
         if set_to_none:
             self._placeholder_params.clear()
-        self._is_used = self._has_stepped = False
+        self.is_used = self._has_stepped = False
 
     def drop_placeholders(self) -> None:
         self._placeholder_params.clear()

@@ -12,7 +12,7 @@ buffer. Staging buffers have memory only while a broadcast plan is sent.
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import groupby
@@ -41,6 +41,8 @@ STAGING_BYTES = 8 * MIB
 DEVICE_MESSAGE_BYTES = 32 * MIB
 DEVICE_STAGING_BYTES = 64 * MIB
 """Limit on other devices, where messages cost more and the caching allocator keeps freed memory."""
+BALANCED_SHARE = 1.5
+"""Times an equal share of all bytes. A rank that sends more is faster with broadcasts, which other ranks relay."""
 MAX_CACHED_PLANS = 4
 _get_shape = attrgetter("shape")
 _get_stride = torch.Tensor.stride
@@ -52,6 +54,8 @@ class BroadcastMessage(ABC):
     payload: torch.Tensor
     needs_staging = False
     """Whether the message is sent from a staging buffer. Call `bind_staging` first."""
+    is_balanced = False
+    """Its owner sends about as many bytes of the plan as the other owners: see `ShardTransport.broadcast`."""
 
     def __init__(self, owner: Rank, nbytes: int, device: torch.device) -> None:
         self.owner, self.nbytes, self.device = owner, nbytes, device
@@ -246,6 +250,7 @@ class ParamMemory(ABC):
         by_owner: dict[Rank, list[BroadcastMessage]] = defaultdict(list)
         for (owner, _, _), owner_ranges in ranges.items():
             by_owner[owner].extend(self._build_messages(owner, owner_ranges))
+        _mark_balanced(by_owner.values(), self._layout.world_size)
         messages = _interleave_owners(by_owner)
         staged = [message for message in messages if message.needs_staging]
         max_in_flight = self._assign_staging(staged)
@@ -498,6 +503,15 @@ def _move_out(param: torch.Tensor) -> None:
     with suppress(RuntimeError):  # includes torch.cuda.OutOfMemoryError
         own = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device)
         param.data = own.copy_(param.detach())
+
+
+def _mark_balanced(messages_by_owner: Iterable[Sequence[BroadcastMessage]], world_size: int) -> None:
+    """Mark the messages of owners that send at most `BALANCED_SHARE` of an equal share of the bytes."""
+    nbytes_by_owner = [(messages, sum(message.nbytes for message in messages)) for messages in messages_by_owner]
+    equal_share = sum(nbytes for _, nbytes in nbytes_by_owner) / world_size
+    for messages, nbytes in nbytes_by_owner:
+        for message in messages:
+            message.is_balanced = nbytes <= BALANCED_SHARE * equal_share
 
 
 def _interleave_owners(by_owner: dict[Rank, list[BroadcastMessage]]) -> list[BroadcastMessage]:

@@ -91,6 +91,7 @@ class ParamBroadcast(ParamSync):
         super().__init__(store)
         self._comm, self._profiler, self._store = comm, profiler, store
         self._failure_detector = comm.group.failure_detector
+        self._transports = TransportCache(Comm(comm.group), ReducePolicy())
         self._in_place_window = InFlightWindow(limit=256)
         """Messages that need no staging; `finish` waits for them."""
         self._undelivered_mask = b""
@@ -184,7 +185,11 @@ class ParamBroadcast(ParamSync):
         is_owner = message.owner == self._comm.group.rank
         if is_owner:
             message.pack()
-        work = self._comm.broadcast(message.payload, message.owner)
+        if message.is_balanced:
+            transport = self._transports.get(message.device, has_equal_shards=False)
+            work = transport.broadcast(message.payload, message.owner)
+        else:
+            work = self._comm.broadcast(message.payload, message.owner)
         window.add(work, on_done=None if is_owner else message.unpack)
 
 
