@@ -170,20 +170,32 @@ def prepare_load(engine: Engine, saved: StateDict, *, assign: bool) -> Prepared[
     try:
         with as_checkpoint_error() if is_builtin else nullcontext():  # keep the errors of user-defined loading
             must_match = parsed.must_match(is_sharded=assign or parsed.is_sharded)
-            return Prepared(None, must_match, engine.state.load(parsed, assign=assign))
+            undo = engine.state.load(parsed, assign=assign)
+            if is_builtin and (unusable := _describe_unusable_groups(engine, parsed.groups)):
+                undo()
+                raise CheckpointError(f"the state dict does not fit the optimizer. {unusable}")
+            return Prepared(None, must_match, undo)
     except CheckpointError as error:
-        if differences := _describe_other_class(engine, parsed.groups):
+        differences = _describe_other_class(engine, parsed.groups)
+        if differences and differences not in str(error):
             raise CheckpointError(f"{str(error).rstrip('.')}. {differences}") from error
         raise
+
+
+def _describe_unusable_groups(engine: Engine, saved_groups: Sequence[ParamGroup]) -> str:
+    """Say why loaded groups cannot be used: they lack options, which `__setstate__` of the class has not added."""
+    optimizer = engine.params.inner.local_optimizers[0].optimizer
+    is_complete = all(set(optimizer.defaults) <= set(group) for group in optimizer.param_groups)
+    return "" if is_complete else _describe_other_class(engine, saved_groups)
 
 
 def _describe_other_class(engine: Engine, saved_groups: Sequence[ParamGroup]) -> str:
     """Say by which options a state dict was saved by another optimizer class; "" if they do not show it."""
     (local_optimizer, *others) = engine.params.inner.local_optimizers
-    options, saved_options = (
-        dict.fromkeys(key for group in groups for key in group if key not in ("params", "param_names", "initial_lr"))
-        for groups in (local_optimizer.optimizer.param_groups, saved_groups)
+    saved_options = dict.fromkeys(
+        key for group in saved_groups for key in group if key not in ("params", "param_names", "initial_lr")
     )
+    options = local_optimizer.optimizer.defaults
     missing = [key for key in options if key not in saved_options]
     unknown = [key for key in saved_options if key not in options]
     if others or not missing or not unknown:

@@ -533,3 +533,27 @@ def test_state_of_another_class_is_named(ctx: RankContext) -> None:
     optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW)
     with pytest.raises(CheckpointError, match=r"another optimizer class than AdamW.*momentum.*but not betas"):
         optimizer.load_state_dict(plain.state_dict())
+
+
+@ranks(1, 2)
+def test_state_of_another_class_is_refused_even_if_it_could_be_assigned(ctx: RankContext) -> None:
+    """Without the options of its own class, an optimizer would fail in its next step."""
+    parity = ParityRun(SGD, lr=0.1, momentum=0.9)
+    parity.train(1)
+    adam = AdamW(small_model().parameters())
+    with pytest.raises(CheckpointError, match=r"another optimizer class than SGD.*betas.*but not momentum"):
+        parity.zero.load_state_dict(adam.state_dict())
+    parity.train(1)
+
+
+@ranks(2)
+def test_options_of_schedulers_and_older_versions_may_differ(ctx: RankContext) -> None:
+    parity = ParityRun(SGD, lr=0.1, momentum=0.9)
+    parity.train(1)
+    saved = parity.plain.state_dict()
+    for group in saved["param_groups"]:
+        del group["fused"], group["maximize"]  # SGD.__setstate__ adds them
+        group["max_lr"] = 0.3
+    for optimizer in (parity.zero, parity.plain):
+        optimizer.load_state_dict(saved)
+    parity.train(1)
