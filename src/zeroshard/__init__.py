@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from . import planner as planner
     from . import report as report
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "BindingError",
