@@ -41,7 +41,7 @@ from .engine.param_memory import FlatParamBuffers, UnflattenedParams
 from .engine.param_sync import ParamAllGather, ParamBroadcast
 from .engine.probe import convert_cost_to_flops, numel_cost
 from .engine.whole_params import WholeParamState, WholeParamStore
-from .errors import ConfigError
+from .errors import ConfigError, LayoutError
 from .layout.layout import Layout
 from .layout.partition import (
     Balance,
@@ -334,7 +334,16 @@ class EngineBuilder:
                     "model, or initialize the process group with a backend for that device."
                 )
         ordered = self._sort_by_use(specs, groups) if self.partitioning.is_flat else specs
-        return self.partitioning.extend_layout(layout, ordered, self._optimizers_of_groups(groups))
+        extended = self.partitioning.extend_layout(layout, ordered, self._optimizers_of_groups(groups))
+        added = {spec.index for spec in extended.params[len(layout.params) :]}
+        missing = next((spec for spec in specs if spec.index not in added), None)
+        if missing is not None:
+            raise LayoutError(
+                f"{type(self.config.partition).__name__}.extend() returned a layout of {len(extended.params)} "
+                f"parameters, expected {len(layout.params) + len(specs)}: {missing.label} is missing. It must add all "
+                "parameters that it was called with."
+            )
+        return extended
 
     def compute_balance(self, layout: Layout, groups: Sequence[ParamGroup]) -> Balance:
         """Return how evenly trainable elements and the cost of updating them are distributed over ranks."""

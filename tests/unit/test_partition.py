@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.oracles import spec, specs
+from zeroshard import LayoutError, ZeroConfig, ZeroRedundancyOptimizer
 from zeroshard._types import Rank
 from zeroshard.layout.layout import Layout
 from zeroshard.layout.partition import (
@@ -274,6 +275,18 @@ def test_user_defined_partitioner_needs_only_extend() -> None:
     assert strategy.with_granularity(ShardGranularity(8, 8)) is strategy
     assert strategy.describe() == "owners are chosen by UserPartitioner"
     assert strategy.extend(Layout.empty(2), SPECS) == WholeParams().extend(Layout.empty(2), SPECS)
+
+
+class ForgetfulPartitioner:
+    def extend(self, layout: Layout, specs: Sequence[ParamSpec]) -> Layout:
+        return WholeParams().extend(layout, specs[:-1])
+
+
+@pytest.mark.usefixtures("single_rank")
+def test_a_partitioner_must_add_all_params() -> None:
+    params, config = torch.nn.Linear(3, 2).named_parameters(), ZeroConfig(partition=ForgetfulPartitioner())
+    with pytest.raises(LayoutError, match=r"ForgetfulPartitioner.*1 parameters, expected 2: .*bias"):
+        ZeroRedundancyOptimizer(params, torch.optim.SGD, config=config, lr=0.1)
 
 
 def test_subclass_of_a_partitioner_builds_its_own_buckets() -> None:
