@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -115,6 +117,36 @@ def test_names_at_a_glance_say_which_ranks_must_call(name: str, all_ranks: str) 
         assert all_ranks == "yes"
     if isinstance(found, type) and issubclass(found, Exception):
         assert all_ranks == "-"
+
+
+NOT_CALLED = {"GradScaler", "ShardedOptimizer", "checkpoint.LoadResult", "checkpoint.SaveHandle", "remaining_params"}
+"""Names without a signature of their own: takes torch's arguments, is returned by a call, or is passed on."""
+MORE_SIGNATURES = ("planner.Network", "ddp_hooks.hook_with_zero_step", "ddp_hooks.hook_with_zero_step_interleaved")
+
+
+def format_signature(name: str) -> str:
+    """Return name, arguments and defaults, without types."""
+    signature = inspect.signature(resolve(name))
+    params = [param.replace(annotation=param.empty) for key, param in signature.parameters.items() if key != "self"]
+    line = f"{name}{signature.replace(parameters=params, return_annotation=signature.empty)}"
+    return "\n".join(textwrap.wrap(line, 110, subsequent_indent="    ", break_on_hyphens=False))
+
+
+def has_signature(name: str) -> bool:
+    found = resolve(name)
+    is_error = isinstance(found, type) and issubclass(found, Exception)
+    return callable(found) and not is_error and name not in NOT_CALLED
+
+
+def test_signatures_are_up_to_date() -> None:
+    """If this fails, put the expected signatures into the code blocks."""
+    glance = [name for name in names_at_a_glance() if has_signature(name)]
+    is_member = {name: not name[0].isupper() and hasattr(zeroshard.ShardedOptimizer, name) for name in glance}
+    functions = [*(name for name in glance if not is_member[name]), *MORE_SIGNATURES]
+    methods = [name for name in glance if is_member[name]]
+    section = read("docs/reference.md").partition("\n## Signatures\n")[2].partition("\n## ")[0]
+    shown = re.findall(r"^```text\n(.*?)\n```$", section, re.MULTILINE | re.DOTALL)
+    assert shown == ["\n".join(map(format_signature, names)) for names in (functions, methods)]
 
 
 def test_first_part_of_readme_is_short() -> None:
