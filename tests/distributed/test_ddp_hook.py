@@ -381,3 +381,9 @@ def test_hook_on_one_rank_only_raises_on_all_ranks(ctx: RankContext) -> None:
     with pytest.raises(RankMismatchError, match=r"step 1, with gradients in param\.grad.*reduce-scattered gradients"):
         zero.step()
     assert_same([param.detach() for param in net.parameters()], before)
+    # That rank alone has taken message tags. The next optimizer must not depend on them.
+    another = ZeroRedundancyOptimizer(net.parameters(), optim.SGD, lr=0.1)
+    for param in net.parameters():
+        param.grad = torch.ones_like(param)
+    another.step()
+    torch.testing.assert_close([param.detach() for param in net.parameters()], [value - 0.1 for value in before])

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from tests.support import RankContext, ranks
-from tests.support.oracles import TINY, ZERO1, ZERO2, make_seeded, mlp, regression
+from tests.support.oracles import TINY, ZERO1, ZERO2, batch, make_seeded, mlp, regression
 from zeroshard import NonFiniteGrads, RankFailedError, RankMismatchError, ZeroConfig, ZeroRedundancyOptimizer, shard
 
 SETUPS = ("ddp_hook", "zero1", "zero2")
@@ -204,6 +206,29 @@ def test_assigned_gradients_after_a_skipped_step(ctx: RankContext) -> None:
         optimizer.step()
         for param, value in zip(model.parameters(), before, strict=True):
             torch.testing.assert_close(param.detach(), value - 0.1)
+
+
+@ranks(2)
+@pytest.mark.parametrize("fails", [False, True])
+def test_grads_cleared_by_hand_after_a_pass_that_was_nested_or_failed(ctx: RankContext, fails: bool) -> None:
+    """Such a pass does not end by `finish_backward`: reentrant checkpointing nests it, or an input's hook raises."""
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("injected")
+
+    plain, ours = TrainingSetup("plain"), TrainingSetup("zero2")
+    for number in range(3):
+        for run in (plain, ours):
+            run.clear_grads()
+            hidden = batch(number).requires_grad_() * 1.0
+            if fails and run is ours:
+                hidden.register_hook(fail)  # type: ignore[no-untyped-call]
+            output = checkpoint(run.net, hidden, use_reentrant=True) if run is ours and not fails else run.net(hidden)
+            with pytest.raises(ValueError, match="injected") if fails and run is ours else nullcontext():
+                output.square().sum().backward()
+            run.step()
+        for ours_param, plain_param in zip(ours.params, plain.params, strict=True):
+            torch.testing.assert_close(ours_param, plain_param)
 
 
 @ranks(2)

@@ -39,6 +39,9 @@ from .work import PendingWork, WorkList
 
 P2P_TAG_BASE = 1 << 20
 """Larger than the tags of users."""
+BROADCAST_TAG = P2P_TAG_BASE - 3
+"""One tag for the broadcasts of all transports: all ranks start them in the same order. A tag that ranks count would
+differ between them after an error on one rank."""
 CHUNK_ROW_BYTES = 4 * MIB
 """The size of a row, unless its chunks would be shorter than `MIN_CHUNK_BYTES`."""
 MIN_CHUNK_BYTES = 64 * 1024
@@ -59,8 +62,9 @@ class GlooTransport(ShardTransport):
         super().__init__(group, reduce)
         tags = _p2p_tags.setdefault(group.process_group, count(P2P_TAG_BASE))
         # Hazard: a thread receives reduce-scatter messages asynchronously. They must not be paired with messages of an
-        # all-gather or a broadcast, so each channel has a tag of its own.
+        # all-gather, so each has a tag of its own.
         self._reduce_channel, self._gather_channel = _P2PChannel(group, next(tags)), _P2PChannel(group, next(tags))
+        self._broadcast_channel = _P2PChannel(group, BROADCAST_TAG)
         self._reduce_thread = _ReduceThread(self._reduce_channel)
 
     def reduce_scatter(self, flat: torch.Tensor, shards: Shards, output: torch.Tensor, scale: float) -> ReduceWork:
@@ -88,7 +92,7 @@ class GlooTransport(ShardTransport):
 
     def broadcast(self, flat: torch.Tensor, owner: Rank) -> PendingWork:
         # gloo's broadcasts wait for each other in two threads. Point-to-point messages are all in flight at once.
-        channel = self._gather_channel
+        channel = self._broadcast_channel
         with ProfilerPaused():
             if owner == self.group.rank:
                 works = [channel.send(flat, peer) for peer in channel.peers]

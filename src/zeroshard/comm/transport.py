@@ -146,7 +146,7 @@ class HostBufferPool:
 
 
 class ShardTransport(ABC):
-    """Reduce-scatters and all-gathers buckets. All ranks of the group must make the same calls in the same order.
+    """Reduce-scatters, all-gathers and broadcasts. All ranks of the group must make the same calls in the same order.
 
     Implementations must:
 
@@ -192,8 +192,7 @@ class ShardTransport(ABC):
     def broadcast(self, flat: torch.Tensor, owner: Rank) -> PendingWork:
         """Start sending the owner's `flat` into the equally sized `flat` of all other ranks.
 
-        For one of many messages, of which every rank owns about the same number of bytes. See `Comm.broadcast` for
-        others.
+        Use it when all ranks own about the same number of bytes, and `Comm.broadcast` otherwise.
         """
         return start_broadcast(self.group, flat, owner)
 

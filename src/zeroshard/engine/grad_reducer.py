@@ -352,7 +352,7 @@ class GradReducer(ShardedGradSource):
         self._params_to_send: list[int] = []
         """Parameters whose gradients `complete` has to send, as `prepare` has found them."""
         self._is_untouched = False
-        """`prepare` has found every `param.grad` as this reducer had left it."""
+        """The result of `GradStage.is_untouched` in `prepare`."""
         self._backward_id = -1
         """The backward pass that accumulated last."""
         self.grad_accumulators: dict[int, torch.autograd.graph.Node] = {}
@@ -509,7 +509,12 @@ class GradReducer(ShardedGradSource):
         if 0 in grad_mask:
             self._zero_removed_grads()
         self._reset()
-        if not (signatures_match and self._is_untouched and not self._params_to_send):
+        has_sent = not signatures_match or bool(self._params_to_send)
+        if (
+            has_sent
+            or not self._is_untouched
+            or not self._stage.has_placeholders_for(self._grad_mask, self.grad_accumulators)
+        ):
             self._stage.install_placeholders(self._grad_mask, self.grad_accumulators)
 
     def grad_tensors(self) -> list[torch.Tensor]:

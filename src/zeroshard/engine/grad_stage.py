@@ -15,7 +15,7 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any, ClassVar, NoReturn
@@ -96,7 +96,7 @@ class GradStage(ABC):
     def record_written_grad(self, index: int, *, was_sent: bool) -> None:  # noqa: B027 (nothing, by default)
         """Record that DDP has written a provided gradient to `param.grad`."""
 
-    def install_placeholders(self, grad_mask: Sequence[int], hooked: Container[int]) -> None:  # noqa: B027
+    def install_placeholders(self, grad_mask: Sequence[int], hooked: Collection[int]) -> None:  # noqa: B027
         """Put placeholders into `param.grad` for gradients that exist only as shards.
 
         Args:
@@ -107,9 +107,17 @@ class GradStage(ABC):
     # Step.
 
     def is_untouched(self) -> bool:
-        """Return whether every `param.grad` certainly is as `install_placeholders` has left it, with nothing to send.
+        """Return whether no `param.grad` has changed since `install_placeholders`, and none holds a gradient to send.
 
-        Then no gradient was cleared, set or edited since. One comparison of all parameters replaces several searches.
+        If so, no gradient was cleared, set or edited since: one comparison of all parameters replaces several searches.
+        """
+        return False
+
+    def has_placeholders_for(self, grad_mask: Sequence[int], hooked: Collection[int]) -> bool:  # noqa: ARG002
+        """Return whether `install_placeholders` was called with these arguments the last time.
+
+        Hazard: that does not follow from `is_untouched`. A pass that ends without `finish_backward` (it failed, or was
+        nested) fills shards and leaves None in `param.grad`, as it was before.
         """
         return False
 
@@ -409,10 +417,10 @@ class GradPlaceholder(torch.Tensor):
 
     def _usage_error(self, operation: object) -> RuntimeError:
         return RuntimeError(
-            f"the gradient of {self._label} is sharded across ranks, so param.grad cannot be used ({operation}). Use "
-            "optimizer.clip_grad_norm_() (with math.inf to get only the norm), clip_grad_value_() and zero_grad(), and "
-            "zeroshard.GradScaler. To edit gradients, accumulate them inside optimizer.no_sync(). If another optimizer "
-            "has made this access in its step(), remove that optimizer."
+            f"the gradient of {self._label} is sharded across ranks, so param.grad cannot be used ({operation}). To "
+            "clip, call optimizer.clip_grad_norm_(max_norm) or clip_grad_value_() on all ranks; max_norm=math.inf "
+            "returns only the norm. To scale, use zeroshard.GradScaler. To edit gradients, accumulate them inside "
+            "optimizer.no_sync(). If step() of another optimizer caused this, remove that optimizer."
         )
 
     def share_memory_(self) -> "GradPlaceholder":
@@ -463,6 +471,8 @@ class Stage2(GradStage):
         """Parameters that were given a placeholder. Users may have removed it."""
         self._left_grads: list[object] = []
         """What `install_placeholders` has left in each `param.grad`; `_GRAD_TO_SEND` stands for a gradient."""
+        self._left_for: tuple[bytes, int] = (b"", 0)
+        """The mask and the number of hooked parameters that it was called with."""
         self._has_stepped = False
         """A step was attempted since the last backward pass: gradients set in `param.grad` now are for the next one."""
 
@@ -491,7 +501,7 @@ class Stage2(GradStage):
         param.grad = None
         return grad
 
-    def install_placeholders(self, grad_mask: Sequence[int], hooked: Container[int]) -> None:
+    def install_placeholders(self, grad_mask: Sequence[int], hooked: Collection[int]) -> None:
         """Put placeholders into `param.grad` for sharded gradients: using them raises, instead of reading None."""
         left_grads: list[object] = []
         for index, param in enumerate(self._params):
@@ -504,12 +514,15 @@ class Stage2(GradStage):
                 param.grad = grad = self._placeholders[index]
                 self._placeholder_params.add(index)
             left_grads.append(grad if grad is None or type(grad) is GradPlaceholder else _GRAD_TO_SEND)
-        self._left_grads = left_grads
+        self._left_grads, self._left_for = left_grads, (bytes(grad_mask), len(hooked))
 
     def is_untouched(self) -> bool:
         # Hazard: compare identities. `==` would call the tensors.
         grads = [param.grad for param in self._params]
         return len(grads) == len(self._left_grads) and all(map(is_, grads, self._left_grads))
+
+    def has_placeholders_for(self, grad_mask: Sequence[int], hooked: Collection[int]) -> bool:
+        return self._left_for == (bytes(grad_mask), len(hooked))
 
     def find_cleared(self) -> tuple[list[int], list[int]]:
         cleared, others = [], []

@@ -1,6 +1,6 @@
 """Send updated parameters from their owners to all ranks of the shard group.
 
-`ParamBroadcast` sends whole parameters as broadcasts, `ParamAllGather` all-gathers the shards of flat buckets. Both
+`ParamBroadcast` sends whole parameters to all ranks, `ParamAllGather` all-gathers the shards of flat buckets. Both
 are asynchronous, and all ranks must start the same transfers in the same order. Each decides what is sent before and
 after the ranks exchange the outcome of a step.
 """
