@@ -485,8 +485,8 @@ class EngineBuilder:
     def _reject_ignored_options(self) -> None:
         if self.config.stage == 2 and not self.reduces_grads:
             raise ConfigError(
-                "ZeRO-2 needs shard(): under ZeroRedundancyOptimizer DDP keeps full gradients, so "
-                "ZeroConfig(stage=2) would have no effect. Use zeroshard.shard(model, ...)."
+                "ZeroRedundancyOptimizer cannot use stage=2, because DDP keeps full gradients. For ZeRO-2, remove "
+                "DistributedDataParallel and call zeroshard.shard(model, ...). To keep DDP, remove stage=2."
             )
         if self.config.overlap_param_gather and not self.reduces_grads:
             raise ConfigError("overlap_param_gather=True needs the model. Use zeroshard.shard(model, ...).")
@@ -655,8 +655,8 @@ class ShardArguments(OptimizerArguments):
     def parse_params(self) -> ParsedParams:
         if isinstance(self._model, DistributedDataParallel):
             raise ConfigError(
-                "shard() reduces gradients itself: pass the model without DistributedDataParallel. To keep DDP, use "
-                "ZeroRedundancyOptimizer(..., config=ZeroConfig(partition=FlatShards())) and its ddp_hook()."
+                "shard() averages gradients itself: pass the model without DistributedDataParallel. To keep DDP, use "
+                "ZeroRedundancyOptimizer(model.parameters(), ...)."
             )
         if isinstance(self._model, torch.nn.Module):
             abandon_prefetches(self._model)

@@ -327,7 +327,7 @@ def reject_config_options(factory: Callable[..., object], options: Mapping[str, 
         if isinstance(value, (ZeroConfig, *_POLICIES)) or (
             name in _CONFIG_FIELDS and not _accepts_keyword(factory, name)
         ):
-            correct = "config=..." if isinstance(value, ZeroConfig) else f"config=ZeroConfig({name}=...)"
+            correct = "config=..." if isinstance(value, ZeroConfig) else f"config=ZeroConfig({name}={value!r})"
             raise ConfigError(f"{name}={value!r} is a zeroshard option, not an optimizer argument: pass {correct}")
 
 

@@ -395,7 +395,7 @@ class ZeroRedundancyOptimizer(StateDictMixin, Joinable):
         """The `DDPOverlap`; raises `ConfigError` without `overlap_with_ddp=True`."""
         if self._ddp_overlap is None:
             raise ConfigError(
-                "this optimizer was made without overlap_with_ddp=True, so a DDP hook cannot step it. Pass "
+                "this optimizer was created without overlap_with_ddp=True, so a DDP hook cannot step it. Pass "
                 "overlap_with_ddp=True."
             )
         return self._ddp_overlap

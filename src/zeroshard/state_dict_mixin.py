@@ -201,7 +201,7 @@ def _describe_other_class(engine: Engine, saved_groups: Sequence[ParamGroup]) ->
     if others or not missing or not unknown:
         return ""
     return (
-        f"It was saved by another optimizer class than {local_optimizer.factory.name}: its groups have the options "
+        f"It was saved by an optimizer class other than {local_optimizer.factory.name}: its groups have the options "
         f"{format_names(unknown)}, but not {format_names(missing)}. Load it into the class that saved it."
     )
 

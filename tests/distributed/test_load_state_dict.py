@@ -531,7 +531,7 @@ def test_state_of_another_class_is_named(ctx: RankContext) -> None:
     set_grads(model.parameters(), 0)
     plain.step()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW)
-    with pytest.raises(CheckpointError, match=r"another optimizer class than AdamW.*momentum.*but not betas"):
+    with pytest.raises(CheckpointError, match=r"an optimizer class other than AdamW.*momentum.*but not betas"):
         optimizer.load_state_dict(plain.state_dict())
 
 
@@ -541,7 +541,7 @@ def test_state_of_another_class_is_refused_even_if_it_could_be_assigned(ctx: Ran
     parity = ParityRun(SGD, lr=0.1, momentum=0.9)
     parity.train(1)
     adam = AdamW(small_model().parameters())
-    with pytest.raises(CheckpointError, match=r"another optimizer class than SGD.*betas.*but not momentum"):
+    with pytest.raises(CheckpointError, match=r"an optimizer class other than SGD.*betas.*but not momentum"):
         parity.zero.load_state_dict(adam.state_dict())
     parity.train(1)
 

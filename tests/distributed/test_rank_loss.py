@@ -126,7 +126,7 @@ def test_rank_that_waits_outside_zeroshard_is_in_a_different_call(ctx: RankConte
     comm.group.failure_detector.set_activity("step 2", num_steps=1)
     error = expect_rank_lost(comm)
     elsewhere = f"rank {LOST_RANK} outside of zeroshard (in DDP, for example in backward, or in another collective"
-    assert str(error).startswith(f"the ranks wait in different calls: rank 0 in step 2; {elsewhere}")
+    assert str(error).startswith(f"the ranks are waiting in different calls: rank 0 in step 2; {elsewhere}")
     assert "call step() on all ranks. Look for it under `if rank == 0:`, or for a loop that is shorter" in str(error)
     assert f"rank {LOST_RANK}: no zeroshard call, 1 step done" in str(error)
 
@@ -141,9 +141,9 @@ def test_error_explains_how_to_evaluate_on_one_rank(ctx: RankContext) -> None:
     with extended_timeouts(), pytest.raises(RankLostError) as caught:
         model(torch.ones(2, 3)) if ctx.rank == 0 else optimizer.step()
     message = str(caught.value)
-    advice = "a rank that runs the model alone must do so under torch.no_grad()"
+    advice = "to evaluate on one rank, use torch.no_grad()"
     assert f"rank 0: broadcasting buffers ({advice})" in message
-    assert message.startswith("the ranks wait in different calls: rank 0 in broadcasting buffers (")
+    assert message.startswith("the ranks are waiting in different calls: rank 0 in broadcasting buffers (")
     assert "If one rank evaluates alone, do so under torch.no_grad()." in message
     dist.barrier()
 
@@ -364,6 +364,8 @@ def test_long_wait_is_logged_once(ctx: RankContext) -> None:
         assert handler.messages == []
         return
     (message,) = handler.messages
-    assert re.search(rf"waited for other ranks for \d+ s, in: call {ctx.rank} \(timeout .*: 0:00:30\)", message)
+    assert re.search(
+        rf"waiting for other ranks for \d+ s, in: call {ctx.rank} \(process-group timeout: 0:00:30\)", message
+    )
     assert re.search(rf"ranks? [\d, ]*\b{late_rank}\b: not waiting in zeroshard", message)
     assert "If this call is under `if rank == 0:`, make it on all ranks" in message

@@ -134,7 +134,7 @@ def test_different_arguments_raise_rank_mismatch_on_every_rank(ctx: RankContext)
 def parse_first_mismatch(message: str) -> str:
     """The part of the message with each rank's side, without parameter counts."""
     mismatch, separator, _ = (
-        message.partition(". ")[2].rpartition("The first difference: ")[2].partition(". This must be")
+        message.partition(". ")[2].rpartition("The first difference: ")[2].partition(". These values must be")
     )
     assert separator
     return mismatch
@@ -160,8 +160,8 @@ def test_only_the_mismatched_config_field_is_reported(ctx: RankContext) -> None:
         ZeroRedundancyOptimizer(small_model().parameters(), Adam, config=ZeroConfig(allow_mixed_dtypes=bool(ctx.rank)))
     expected = "rank 0: ZeroConfig(allow_mixed_dtypes=False); rank 1: ZeroConfig(allow_mixed_dtypes=True)"
     assert str(caught.value) == (
-        f"ZeroRedundancyOptimizer(): the ranks disagree. {expected}. This must be equal on all ranks: look for a "
-        "model, an option, a file, an order or a learning rate that depends on the rank."
+        f"ZeroRedundancyOptimizer(): the ranks disagree. {expected}. These values must be equal on all ranks: look for "
+        "a learning rate, option, model, file or order that depends on the rank."
     )
 
 

@@ -269,7 +269,7 @@ def test_checkpoint_of_other_rules_is_rejected_without_changes(ctx: RankContext,
     checkpoint.save(tmp_path, step=1, model=model, optimizer=other)
     parity = RulesParityRun(config=CONFIGS[1])
     parity.train(1)
-    with pytest.raises(CheckpointError, match="which this optimizer updates with"):
+    with pytest.raises(CheckpointError, match="but this optimizer uses"):
         checkpoint.load(tmp_path, model=parity.model, optimizer=parity.zero)
     parity.train(1)
     parity.check_state()
@@ -287,7 +287,7 @@ def test_checkpoint_of_class_with_same_state_keys_is_rejected_by_class_name(ctx:
     parity = RulesParityRun()
     parity.train(1)
     with pytest.raises(
-        CheckpointError, match=r"has state of SGD for blocks\.0\.1\.weight, which this optimizer updates with Muon"
+        CheckpointError, match=r"has state of SGD for blocks\.0\.1\.weight, but this optimizer uses Muon"
     ):
         checkpoint.load(tmp_path, model=parity.model, optimizer=parity.zero)
     parity.train(1)

@@ -171,7 +171,7 @@ def test_rank_that_looks_for_a_checkpoint_explains(tmp_path: Path) -> None:
 def test_rank_that_ddp_has_lost_is_named(tmp_path: Path) -> None:
     """DDP's own error says only that a connection closed."""
     first, second = run_script(tmp_path, ERROR_BEFORE_DDP_REDUCES, exit_code=1)
-    expected = "rank 0: lost connections outside of zeroshard: rank 1 of 2 failed with ValueError: the root cause."
+    expected = "rank 0: connection lost outside of zeroshard: rank 1 of 2 failed with ValueError: the root cause."
     assert expected in first.splitlines()
     assert "outside of zeroshard" not in second
 
@@ -192,16 +192,17 @@ def test_call_under_if_rank_0_is_explained_on_all_ranks(
     """The others are in DDP. gloo must not pair its messages with the status messages of the call."""
     first, *others = run_script(tmp_path, CALL_ON_RANK_0.format(call), num_ranks=num_ranks, exit_code=1)
     problem = (
-        f"the ranks wait in different calls: rank 0 in {place}; {format_ranks(range(1, num_ranks))} outside of "
+        f"the ranks are waiting in different calls: rank 0 in {place}; {format_ranks(range(1, num_ranks))} outside of "
         "zeroshard (in DDP, for example in backward, or in another collective of the program)."
     )
     advice = (
         f"All ranks must make the same calls in the same order: call {name} on all ranks. Look for it under "
-        "`if rank == 0:`, or for a loop that is shorter on one rank."
+        "`if rank == 0:`, or for a loop that is shorter on one rank. Then restart: the process group can no longer be "
+        "used."
     )
     assert f"RankLostError: {problem}\n[rank0]: {advice}\n" in first
     for rank, text in enumerate(others, start=1):
-        expected = f"rank {rank}: lost connections outside of zeroshard: {problem} {advice}"
+        expected = f"rank {rank}: connection lost outside of zeroshard: {problem} {advice}"
         assert text.splitlines()[0] == expected, "before the traceback of DDP"
         assert f"[rank{rank}]: RuntimeError: " in text
 

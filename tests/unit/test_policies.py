@@ -175,7 +175,7 @@ def test_checks_are_off_by_default() -> None:
 
 @pytest.mark.parametrize("policy", [ConsistencyCheck(), NonFiniteGrads("raise")])
 def test_policies_are_rejected_as_optimizer_options(policy: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^it=.* not an optimizer argument: pass config=ZeroConfig\(it=\.\.\.\)"):
+    with pytest.raises(ConfigError, match=r"^it=.* not an optimizer argument: pass config=ZeroConfig\(it="):
         reject_config_options(torch.optim.AdamW, {"it": policy})
 
 

@@ -264,16 +264,19 @@ class OptimizerValidator:
         if is_other_class or (self._strict and saved_class not in (None, current_class)):
             message = (
                 f"{self._saved.directory} has state of {saved_class or 'another optimizer class'} for "
-                f"{self._names[index]}, which this optimizer updates with {current_class}"
+                f"{self._names[index]}, but this optimizer uses {current_class}"
             )
             if not is_other_class:
                 raise CheckpointError(
                     f"{message}. Use {saved_class}, or pass strict=False to load state of a class with the same keys."
                 )
+            keys, saved_keys = (
+                format_names(sorted(map(str, names))) or "none"
+                for names in ((expected, entries) if entries and expected else (inner.defaults, saved_options))
+            )
             raise CheckpointError(
-                f"{message}: expected state {sorted(map(str, expected))} and options {sorted(inner.defaults)}, got "
-                f"{sorted(map(str, entries))} and {sorted(saved_options)}. Use the saved optimizer class, or leave out "
-                "optimizer= to load only the model."
+                f"{message}, with other state (expected {keys}; got {saved_keys}). Use the saved optimizer class, or "
+                "leave out optimizer= to load only the model."
             )
         for key in expected.keys() & entries.keys():
             value, saved = expected[key], entries[key].tensor

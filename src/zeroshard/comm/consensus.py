@@ -29,7 +29,7 @@ _SAME_CALLS_HINT = (
     "longer on some ranks (use Join for those), or an error that one rank has caught."
 )
 _MUST_MATCH_HINT = (
-    "This must be equal on all ranks: look for a model, an option, a file, an order or a learning rate that depends on "
+    "These values must be equal on all ranks: look for a learning rate, option, model, file or order that depends on "
     "the rank."
 )
 

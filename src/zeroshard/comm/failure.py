@@ -317,10 +317,13 @@ OUTSIDE = "no zeroshard call"
 program itself."""
 _TRAINING = "a training step"
 """The kind of call of everything that ranks wait for in training: they may be a phase apart."""
-_FINISHED_RANK_HINT = (
-    "If that rank's program had finished, it made fewer calls than this one: look for a call under `if rank == 0:`, or "
-    "a loop that is shorter on that rank (make equally many steps on all ranks, or use Join)."
+_EXITED_ADVICE = (
+    "If its program simply ended, it made fewer calls than this one: look for a call under `if rank == 0:`, or a loop "
+    "that is shorter on that rank (run the same number of steps on all ranks, or use Join). Otherwise restart from the "
+    "last checkpoint."
 )
+_RESTART_ADVICE = "Restart from the last checkpoint: the process group can no longer be used."
+_FIX_ADVICE = "Then restart: the process group can no longer be used."
 _MAX_LINES_SHOWN = 8
 _MAX_REPORT_CHARS = 600
 
@@ -329,8 +332,6 @@ Ranks = Sequence[int]
 
 class PeerReports:
     """The failure reports of all ranks of a group, by group rank."""
-
-    ADVICE = "The process group cannot be used any more. Restart from the last checkpoint."
 
     def __init__(
         self,
@@ -400,17 +401,17 @@ class PeerReports:
         else:
             causes += self._describe_unreachable_store(missing, exited)
             exited = unresponsive = []
-        advice = f"{self.ADVICE} {_FINISHED_RANK_HINT}" if exited else self.ADVICE
+        advice = _EXITED_ADVICE if exited else _RESTART_ADVICE
         if causes:
             headline = "; ".join(cause.rstrip(".") for cause in causes) + "."
         elif self.has_different_calls:
-            headline = f"the ranks wait in different calls: {self._describe_waits()}.\n{self._advise_on_waits()}"
+            headline = f"the ranks are waiting in different calls: {self._describe_waits()}."
+            advice = f"{self._advise_on_waits()} {_FIX_ADVICE}"
         else:
             headline = f"{no_loss_message}, and no rank is missing."
-        lines = [headline, *self._format_reports()]
+        lines = [headline, advice, *self._format_reports()]
         if trace_path:
             lines.append(f"torch's flight recorder wrote {trace_path}; read it with torchfrtrace.")
-        lines.append(advice)
         return RankLostError("\n".join(lines), tuple(sorted(self._failed)), tuple(exited), tuple(unresponsive))
 
     @property
@@ -545,16 +546,19 @@ def _run_with_timeout(timeout_s: float, action: Callable[[], object]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Long waits: a rank that waits publishes what it waits for, and logs it once with what it knows about the others.
+# Long waits: a rank that waits publishes what it waits for, and logs it with what it knows about the others.
 
 
 LONG_WAIT_S = 10.0
 """How long a rank waits for others before it publishes and logs that."""
-PUBLISH_TIME_S = 1.0
-"""How long to wait, after publishing, for others that began to wait at the same time."""
+PUBLISH_TIME_S = 2.5
+"""How long to wait, after publishing, for others that began to wait at about the same time. A step may have waited for
+another second before: see `WAIT_BUDGET_S` of the gradient reducer."""
+REPEAT_LOG_AFTER_S = (60.0, 300.0, 900.0)
+"""When to log again that the same wait goes on."""
 _NOT_WAITING = (
-    f"not waiting in zeroshard for {LONG_WAIT_S:.0f} s: busy, gone, or in DDP or another collective of the program. If "
-    "this call is under `if rank == 0:`, make it on all ranks"
+    "not waiting in zeroshard (busy, exited, or in DDP or another collective of the program). If this call is under "
+    "`if rank == 0:`, make it on all ranks."
 )
 _MAX_RANKS_ASKED = 16
 """How many ranks' waits to read: usually it is rank 0 that waits elsewhere."""
@@ -568,6 +572,8 @@ class WaitMonitor:
         """When each waiting thread began to wait, by thread id."""
         self._published = self._noticed = 0.0
         """The start of the last wait that was published, and of the last one considered for logging."""
+        self._num_noticed = 0
+        """How often that wait was considered."""
         self._num_long_waits = 0
 
     def start(self) -> None:
@@ -580,7 +586,7 @@ class WaitMonitor:
         self._started.pop(threading.get_ident(), None)
 
     def report(self, detector: "FailureDetector", now: float, own_thread_ids: Collection[int]) -> bool:
-        """Publish and log a long wait, each once. Return whether any thread waits."""
+        """Publish a long wait once, and log it at growing intervals. Return whether any thread waits."""
         started = min((start for ident, start in list(self._started.items()) if ident not in own_thread_ids), default=0)
         if not started:
             if self._published:
@@ -591,9 +597,15 @@ class WaitMonitor:
         if waited_s >= LONG_WAIT_S and self._published != started:
             self._published = started
             _run_with_timeout(STORE_TIMEOUT_S, lambda: detector.publish_wait(detector.describe_activity()))
-        elif waited_s >= LONG_WAIT_S + PUBLISH_TIME_S and self._noticed != started:
-            self._noticed, self._num_long_waits = started, self._num_long_waits + 1
-            if self._num_long_waits.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ... wait: a rank may always be slow
+            return True
+        if self._noticed != started:
+            self._noticed, self._num_noticed = started, 0
+        log_after_s = (LONG_WAIT_S + PUBLISH_TIME_S, *REPEAT_LOG_AFTER_S)
+        if self._num_noticed < len(log_after_s) and waited_s >= log_after_s[self._num_noticed]:
+            self._num_noticed += 1
+            self._num_long_waits += self._num_noticed == 1
+            # Of waits that end soon, log the 1st, 2nd, 4th, 8th, ...: a rank may always be slow.
+            if self._num_noticed > 1 or self._num_long_waits.bit_count() == 1:
                 detector.log_wait(waited_s)
         return True
 
@@ -715,7 +727,7 @@ class FailureDetector:
         log_rank(
             logging.WARNING,
             group.rank(),
-            "has waited for other ranks for %.0f s, in: %s (timeout of the process group: %s). %s",
+            "has been waiting for other ranks for %.0f s, in: %s (process-group timeout: %s). %s",
             *(waited_s, own, group_timeout(group) or "unknown", "; ".join(elsewhere)),
         )
 
@@ -779,7 +791,7 @@ class FailureDetector:
                 is_root_cause = not _is_consequence(error)
                 reason = format_error(error) if is_root_cause else _format_reason(error)
                 reports = self._announce_and_abort(reason, group, is_root_cause=is_root_cause)
-                self._rank_lost_error = RankLostError(f"this rank failed with {reason}. {reports.ADVICE}")
+                self._rank_lost_error = RankLostError(f"this rank failed with {reason}. {_RESTART_ADVICE}")
                 self._unlogged_reports = None if is_root_cause else reports
 
     def log_lost_ranks(self) -> None:
@@ -793,7 +805,7 @@ class FailureDetector:
         if is_any_lost or reports.has_different_calls:
             headline, advice, *_ = str(lost).splitlines()
             text = headline if is_any_lost else f"{headline} {advice}"
-            log_rank(logging.ERROR, group.rank(), "lost connections outside of zeroshard: %s", text)
+            log_rank(logging.ERROR, group.rank(), "connection lost outside of zeroshard: %s", text)
 
     @property
     def is_destroyed(self) -> bool:

@@ -256,9 +256,7 @@ class BufferBroadcast:
         if should_ignore is None or is_accumulating is None or should_ignore():
             return
         if self._is_due:
-            self.broadcast(
-                Rank(0), "broadcasting buffers (a rank that runs the model alone must do so under torch.no_grad())"
-            )
+            self.broadcast(Rank(0), "broadcasting buffers (to evaluate on one rank, use torch.no_grad())")
         self._is_due = not is_accumulating()
 
 
@@ -280,7 +278,7 @@ class DoubleReduceGuard:
             raise ConfigError(
                 f"DistributedDataParallel and shard() would both average the gradients of {len(twice)} parameters, "
                 f"for example {twice[0]}. Call the model itself instead of the DDP module. To keep DDP, use "
-                "ZeroRedundancyOptimizer(..., config=ZeroConfig(partition=FlatShards())) and its ddp_hook()."
+                "ZeroRedundancyOptimizer(model.parameters(), ...)."
             )
 
 

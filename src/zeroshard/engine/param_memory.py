@@ -42,7 +42,8 @@ DEVICE_MESSAGE_BYTES = 32 * MIB
 DEVICE_STAGING_BYTES = 64 * MIB
 """Limit on other devices, where messages cost more and the caching allocator keeps freed memory."""
 BALANCED_SHARE = 1.5
-"""Times an equal share of all bytes. A rank that sends more is faster with broadcasts, which other ranks relay."""
+"""The most bytes that an owner sends straight to all ranks, as a multiple of an equal share. More bytes arrive sooner
+by broadcast, which other ranks relay."""
 MAX_CACHED_PLANS = 4
 _get_shape = attrgetter("shape")
 _get_stride = torch.Tensor.stride
@@ -528,6 +529,6 @@ def _require_same_metadata(spec: ParamSpec, param: torch.Tensor) -> None:
     if (spec.dtype, spec.device, spec.shape) != (param.dtype, param.device, tuple(param.shape)):
         raise BindingError(
             f"{spec.label} changed: expected {spec.dtype} on {spec.device} with shape {spec.shape}, as when the "
-            f"optimizer was made, got {param.dtype} on {param.device} with shape {tuple(param.shape)}. Cast, move or "
-            "reshape the model before making the optimizer, or make a new one."
+            f"optimizer was created, got {param.dtype} on {param.device} with shape {tuple(param.shape)}. Cast, move "
+            "or reshape the model before creating the optimizer, or create a new one."
         )

@@ -212,6 +212,11 @@ def _validate_groups(state_dict: Any) -> Sequence[ParamGroup]:
     """Return the groups of a state dict. Raises `CheckpointError` if it is not one."""
     groups = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
     is_list = isinstance(groups, (list, tuple)) and all(isinstance(g, Mapping) and "params" in g for g in groups)
+    if state_dict is None:
+        raise CheckpointError(
+            "expected an optimizer state dict, got None: full_state_dict(to=0) returns the state on rank 0, and None "
+            "on all other ranks. Broadcast it, or save it on rank 0 and load it on all ranks."
+        )
     if groups is None or not is_list or not isinstance(state_dict.get("state"), Mapping):
         raise CheckpointError(
             "expected an optimizer state dict with 'state', a dict, and 'param_groups', a list of dicts with 'params', "
