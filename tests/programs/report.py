@@ -22,8 +22,8 @@ parameters and buffers were compared after each step, and all optimizer state at
 | verdict | {columns} |
 |---|{lines}|
 {verdicts}
-A call that is documented to be rejected had to raise on all ranks, and the program continued. *Within tolerance* are
-programs whose last bits may differ, for these reasons:
+If a program made a call that zeroshard documents as rejected, the call had to raise on all ranks, and the program
+continued. The last bits of programs *within tolerance* may differ, for these reasons:
 
 | reason | programs |
 |---|---|
@@ -38,13 +38,13 @@ The number of programs that contained each part.
 ## Pairs of parts
 
 Of {possible:,} pairs of parts, {seen:,} occurred in the same program. The others exclude each other (two modes, two
-optimizers, calls that a mode rejects) or were not drawn. A pair that occurred did so in {least} to {most:,} programs,
-with a median of {middle}. By kinds of parts:
+optimizers, calls that a mode rejects) or were not drawn. Each pair that occurred was in {least} to {most:,} programs,
+with a median of {middle}. By kind of part:
 
 | | {kinds} |
 |---|{kind_lines}|
 {matrix}
-Each cell has the median number of programs per pair of such parts, and how many of the pairs occurred.
+Each cell has the median number of programs per pair of parts of these kinds, and how many of these pairs occurred.
 """
 
 KINDS = ("mode", "model", "optimizer", "loop", "refused")

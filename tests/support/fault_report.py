@@ -76,13 +76,13 @@ A hang, a difference or a lost checkpoint fails the run. The page is written onl
 
 ## One faulty rank out of {RANKS}
 
-Each job trains, consolidates its state and saves checkpoints, in one of {len(MODES)} modes: {", ".join(MODES)}. One rank has a fault in a random step, in the phase that the table names.
+Each job trains, consolidates its state and saves checkpoints, in one of {len(MODES)} modes: {", ".join(MODES)}. In a random step, a fault is injected into one rank, in the phase that the table names.
 
-- *Errors on the other ranks*: modes are in parentheses if not all of them raised this error. `RuntimeError` comes from torch's DDP.
-- *Detected after*: seconds from the fault until the last of the other ranks had raised, median / maximum. Only the timeout of the process group detects a stopped rank: it is {SHORT_TIMEOUT:g} s in these rows and {TIMEOUT:g} s in all others.
-- *Then*: if all ranks raised the same error and their connections still work, the job continues in its processes, from the last checkpoint. Otherwise all processes are restarted.
+- *Errors on the other ranks*: if only some modes raised an error, they are listed in parentheses. `RuntimeError` comes from torch's DDP.
+- *Detected after*: seconds from the fault until all other ranks had raised an error, median / maximum. A stopped rank is detected only by the process-group timeout, which is {SHORT_TIMEOUT:g} s in those rows and {TIMEOUT:g} s in all others.
+- *Then*: if all ranks raised the same error and their connections still work, the job continues from the last checkpoint in the same processes. Otherwise all processes are restarted.
 
-Either way the final parameters and state are bit-identical to those of a job without faults. The others wait for a slow rank. A wrong shape is the shape of a tensor.
+Either way, the final parameters and state are bit-identical to those of a job without faults. The other ranks wait for a slow rank and raise no error. *Has a wrong shape* refers to the shape of a tensor.
 The overlapped mode also uses `ConsistencyCheck`, `NonFiniteGrads` and `PeerCheckpoint`.
 
 | one rank | phase | faults | errors on the other ranks | detected after, s | then | lost |
@@ -91,8 +91,8 @@ The overlapped mode also uses `ConsistencyCheck`, `NonFiniteGrads` and `PeerChec
 _HOSTS = """
 ## Hosts
 
-Hosts are network namespaces with their own addresses. The timeout of the process group is 5 s. A cut link or a lost host closes no connection, so the other ranks detect it at the timeout. *Exited after*: seconds until all processes had exited.
-After a restart all parameters and all state are bit-identical to those of an uninterrupted run.
+Hosts are network namespaces with their own addresses. The process-group timeout is 5 s. A cut link or a lost host closes no connection, so the other ranks detect it at the timeout. *Exited after*: seconds until all processes had exited.
+After a restart, all parameters and state are bit-identical to those of an uninterrupted run.
 
 | case | fault or option | result | detected after, s | exited after, s |
 |---|---|---|---|---|
@@ -102,7 +102,7 @@ _SECTIONS = {
     "killed": """
 ## Killed while saving
 
-All ranks save continuously. One rank or all of them are killed at a random time, and the rest moments later. These survivors are not observed: the test checks the directory that the job leaves behind.
+All ranks save continuously. One rank or all ranks are killed at a random time, and any survivors moments later. The test does not observe these survivors: it checks the directory that the job leaves behind.
 
 | job | fault | kills | detected after, s | lost |
 |---|---|---|---|---|
@@ -110,7 +110,7 @@ All ranks save continuously. One rank or all of them are killed at a random time
     "peers": """
 ## Peer checkpoints
 
-Ranks with peer checkpoints are killed while they train. The survivors are observed until they raise `RankLostError`. They resume in the same processes from their peers' snapshots.
+Ranks with peer checkpoints are killed while they train. The test observes the survivors until they raise `RankLostError`. The survivors then resume in the same processes, from their peers' snapshots.
 
 | job | fault | kills | detected after, s | lost |
 |---|---|---|---|---|
@@ -118,7 +118,7 @@ Ranks with peer checkpoints are killed while they train. The survivors are obser
     "elastic": """
 ## Elastic jobs
 
-Jobs under torchrun lose and gain ranks. A job resumes from its last checkpoint with the ranks that it has. Its final state is bit-identical to that of a plain optimizer that takes the same steps for as many ranks.
+Jobs under torchrun lose and gain ranks. Each job resumes from its last checkpoint on the ranks that are left or have joined. Its final state is bit-identical to that of a plain optimizer that takes the same steps with the same world sizes.
 
 | job | fault | kills | detected after, s | lost |
 |---|---|---|---|---|
@@ -134,7 +134,7 @@ One bit of a parameter is flipped on one rank, at a random position. These are n
     "timings": """
 ## Random delays
 
-The same training with random delays of messages, threads and locks, different on each rank. These are no faults and not counted above.
+The same training runs with random delays of messages, threads and locks, which differ between ranks. Delays are not counted as faults above.
 
 | job | compared | runs | | different bits |
 |---|---|---|---|---|
@@ -145,7 +145,7 @@ _LAST_CELLS = {"killed": "nothing", "peers": "nothing", "elastic": "nothing", "f
 _LONG_RUN = """
 ## A long run
 
-{steps:,} steps on 4 ranks, twice, with different random pauses on each rank; written by `make long`. A seed decides the order of the events: {events}. Digests of all parameters and all state, taken every 100 steps, were identical in both runs and on all ranks.
+Written by `make long`, which runs {steps:,} steps on 4 ranks twice, with different random pauses on each rank. A seed determines the order of the events: {events}. Digests of all parameters and state, taken every 100 steps, were identical in both runs and on all ranks.
 
 | run | rank | seconds | memory at the start, MiB | memory at the end, MiB | open files | threads | tensors |
 |---|---|---|---|---|---|---|---|
