@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 from tests.support import RankContext, ranks
 from tests.support.monitoring import recorded
 from tests.support.oracles import Branches, assert_same, branches_loss, make_seeded, mlp, regression, small_model
-from zeroshard import FlatShards, WholeParams, ZeroConfig, ZeroRedundancyOptimizer
+from zeroshard import FlatShards, WholeParams, ZeroConfig, ZeroRedundancyOptimizer, shard
 
 UNAVERAGED_WARNING = r"differ between ranks.*DistributedDataParallel.*zeroshard\.shard"
 PARTITIONS = (WholeParams(), FlatShards())
@@ -214,3 +214,28 @@ def test_correct_programs_get_no_warning(ctx: RankContext) -> None:
         for partition in partitions:
             with assert_no_warning():
                 train(partition)
+
+
+@ranks(2)
+def test_step_without_any_gradient_warns_once(ctx: RankContext) -> None:
+    """The optimizer has the parameters of another model than the one that is trained."""
+    trained = make_seeded(mlp)
+    for zero in (*(make_drop_in(mlp(), partition) for partition in PARTITIONS), shard(mlp(), optim.SGD, lr=0.1)):
+        torch.autograd.backward(regression(trained, 0))
+        with pytest.warns(UserWarning, match=r"none of the optimizer's 10 parameters has a gradient on any rank"):
+            zero.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            zero.step()
+
+
+@ranks(2)
+def test_step_with_a_gradient_on_one_rank_does_not_warn_that_there_are_none(ctx: RankContext) -> None:
+    model = make_seeded(mlp)
+    zero = make_drop_in(model, WholeParams())
+    if ctx.rank == 0:
+        compute_local_grads(model, 0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        zero.step()
+    assert not [warning for warning in caught if "none of the" in str(warning.message)]

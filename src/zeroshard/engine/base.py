@@ -126,7 +126,8 @@ class Engine:
             raise_failure(self.comm, step.call, step.outcome.error, consequence=PARTIAL_UPDATE)
         step.was_applied = True
         self._require_same_options(step.call, status, step.groups_before, consequence=UPDATED_BY_OWNERS)
-        self.grad_consistency.warn_on_mismatch(step.grad_status or status)  # last, since warnings may be errors
+        # Last, since warnings may be errors.
+        self.grad_consistency.warn_on_mismatch(step.grad_status or status, step.update_mask)
         return step.outcome.result
 
     def _update(self, step: Step, kwargs: dict[str, Any]) -> bool:
@@ -256,7 +257,7 @@ class Engine:
         step = self._make_step(call, groups, groups)
         self._complete_grads(step, describe_args)
         if step.grad_status is not None:
-            self.grad_consistency.warn_on_mismatch(step.grad_status)
+            self.grad_consistency.warn_on_mismatch(step.grad_status, step.update_mask)
 
     def _complete_grads(self, step: Step, describe_args: Callable[[], list[str]] = list) -> None:
         """Complete the gradients of a step, after all ranks have agreed on them if they do so before the update.

@@ -15,7 +15,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from .._formatting import format_names, format_ranks
+from .._formatting import format_count, format_names, format_ranks
 from .._logging import log_rank, warn_at_caller
 from .._types import group_ranks
 from ..comm.collectives import Comm
@@ -293,7 +293,7 @@ inputs differ by about `_FIXED_POINT_ONE` times their noise-to-norm ratio."""
 
 
 class GradConsistencyCheck:
-    """Compares the gradients of the first step between ranks. Call on all ranks."""
+    """Compares the gradients of the first step between ranks, and notices if there are none. Call on all ranks."""
 
     def __init__(self, comm: Comm) -> None:
         self._is_due = not comm.is_single_rank
@@ -311,11 +311,20 @@ class GradConsistencyCheck:
             log_rank(logging.DEBUG, self._rank, "gradients are not compared: %r", error)
             return None
 
-    def warn_on_mismatch(self, status: Status) -> None:
-        """Warn if gradients differ. They are not compared if ranks have gradients of different parameters."""
+    def warn_on_mismatch(self, status: Status, update_mask: bytes) -> None:
+        """Warn if no parameter is updated, or if gradients differ.
+
+        They are not compared if ranks have gradients of different parameters.
+        """
         if not self._is_due or self.is_paused or status.failure_level:
             return
         self._is_due = False
+        if status.has_same_payload and not any(update_mask):
+            warn_at_caller(
+                f"none of the optimizer's {format_count(len(update_mask), 'parameter')} has a gradient on any rank, so "
+                "nothing is updated. Pass the parameters of the model that you train, and call backward() before "
+                "step()."
+            )
         if status.has_same_payload and status.measure_spread > GRAD_TOLERANCE:
             warn_at_caller(
                 "gradients in param.grad differ between ranks, so each parameter is updated with the gradient of "
