@@ -832,9 +832,11 @@ class _Loader:
             set_rng_states(per_rank[rank]["random"])
             return LoadResult(self._directory, step, world_size, extras[rank], extras)
         if extras:
+            has_extra = any(extra is not None for extra in extras.values())
             warn_at_caller(
-                f"{self._directory} was saved by {len(extras)} ranks and is loaded by {size}: random states are not "
-                "restored. The `extra` of the saved ranks is in extra_by_rank."
+                f"{self._directory} was saved by {len(extras)} ranks and is loaded by {size}: random number generator "
+                "states are not restored. Seed each rank again if it draws random numbers."
+                + (" What the ranks saved as `extra` is in extra_by_rank." if has_extra else "")
             )
         return LoadResult(self._directory, step, world_size, None, extras)
 
