@@ -253,7 +253,7 @@ def test_changed_dtype_or_shape_is_rejected_on_all_ranks(ctx: RankContext) -> No
                 if is_changed_here:
                     change(parity.model)
                 with pytest.raises(
-                    BindingError if is_changed_here else RankFailedError, match="when the optimizer was made"
+                    BindingError if is_changed_here else RankFailedError, match="when the optimizer was created"
                 ):
                     parity.zero.step()
                 for param, data in original_data:
