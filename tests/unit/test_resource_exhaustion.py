@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import resource
 import tracemalloc
 import zipfile
 from collections import OrderedDict
@@ -165,12 +166,6 @@ def torch_save_bytes(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-needs_record_sizes = pytest.mark.skipif(
-    not hasattr(torch._C.PyTorchFileReader, "get_record_size"), reason="this torch version does not expose record sizes"
-)
-
-
-@needs_record_sizes
 def test_compressed_records_are_rejected() -> None:
     content = compress_records(torch_save_bytes(torch.zeros(4 * MIB)))
     assert len(content) < MIB
@@ -179,7 +174,6 @@ def test_compressed_records_are_rejected() -> None:
     assert parse_tensor_header(io.BytesIO(content), torch.float32) is None
 
 
-@needs_record_sizes
 def test_compressed_value_in_checkpoint_is_rejected(directory: Path) -> None:
     content = compress_records(torch_save_bytes(["x" * 4 * MIB]))
     (directory / "__0_0.distcp").write_bytes(content)
@@ -194,11 +188,27 @@ def test_compressed_value_in_checkpoint_is_rejected(directory: Path) -> None:
         read_values(CheckpointMetadata(directory), {"note": None})
 
 
+def test_claimed_record_sizes_are_checked_before_torch_opens_an_archive() -> None:
+    """Torch's reader allocates the claimed size of the record `version` when it opens the archive."""
+    content = torch_save_bytes(torch.zeros(3))
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        version = next(record.filename for record in archive.infolist() if record.filename.endswith("/version"))
+    name_at = content.rindex(version.encode())  # in the central directory
+    edited = bytearray(content)
+    edited[name_at - 22 : name_at - 18] = (2**32 - 2**20).to_bytes(4, "little")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(
+        CheckpointError, match=r"expected records of at most \d+ bytes, the size of the file, got 42\d+"
+    ):
+        loads(bytes(edited))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 100 * 1024
+
+
 def test_other_file_formats_are_rejected() -> None:
     legacy = io.BytesIO()
     torch.save(torch.ones(3), legacy, _use_new_zipfile_serialization=False)
     for content in (b"", b"PK", legacy.getvalue(), pickle.dumps(3)):
-        with pytest.raises(RuntimeError, match="PytorchStreamReader"):
+        with pytest.raises(CheckpointError, match=r"expected an archive of .*, got another format"):
             loads(content)
 
 

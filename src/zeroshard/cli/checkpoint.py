@@ -53,7 +53,7 @@ from ..checkpoint.reader import DISALLOWED_TYPE_MARKER, has_contiguous_chunks, r
 from ..checkpoint.saver import MODEL, OPTIM, RANKS, SCHEDULER, tensor_to_bytes, to_byte_tensor
 from ..errors import CheckpointError, ConfigError
 from ..planner.shapes import SAFETENSORS_DTYPES
-from ..state.serialization import loads
+from ..state.serialization import check_record_sizes, loads
 from ..state.shard_tensor import ShardTensor
 from ..state.state_dict import describe_options
 from ..state.tensor_utils import map_tensors
@@ -304,6 +304,8 @@ def _open_torch_file(file: Path) -> Contents:
     if file.suffix == ".safetensors":
         raise CheckpointError(f"{file}: safetensors files can be written, but not read. Convert the original instead.")
     try:
+        with file.open("rb") as stream:
+            check_record_sizes(stream)
         saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
         reason = str(error).partition("\n")[0] or type(error).__name__

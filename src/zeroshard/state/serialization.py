@@ -10,7 +10,7 @@ import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -53,21 +53,55 @@ def loads(data: bytes) -> Any:
 
 
 def open_torch_archive(stream: Any) -> Any:
-    """Open a `torch.save` archive with torch's reader. Raises `CheckpointError` for a decompression bomb.
+    """Open a `torch.save` archive with torch's reader, after `check_record_sizes`."""
+    check_record_sizes(stream)
+    return open_archive(stream)
 
-    Torch never compresses records, but does read compressed ones: 300 KB could become 300 MB. Readers of old torch
-    versions do not report record sizes, so the check is skipped there.
+
+def check_record_sizes(stream: BinaryIO) -> None:
+    """Raise `CheckpointError` unless the records of a `torch.save` archive fit into its bytes. Rewinds the stream.
+
+    Torch never compresses records, but does read compressed ones: 300 KB could become 300 MB.
+    Hazard: torch's reader allocates the size that the archive claims for a record, for some as soon as it opens it.
     """
-    reader = open_archive(stream)
     stream.seek(0, io.SEEK_END)
     file_nbytes = stream.tell()
+    try:
+        with zipfile.ZipFile(_SizedStream(stream, file_nbytes)) as archive:
+            record_nbytes = sum(record.file_size for record in archive.infolist())
+    except Exception as error:
+        raise CheckpointError(f"expected an archive of torch.save, got another format: {error}") from error
     stream.seek(0)
-    sizes = map(reader.get_record_size, reader.get_all_records()) if hasattr(reader, "get_record_size") else ()
-    if (record_nbytes := sum(sizes)) > file_nbytes:
+    if record_nbytes > file_nbytes:
         raise CheckpointError(
             f"expected records of at most {file_nbytes} bytes, the size of the file, got {record_nbytes}"
         )
-    return reader
+
+
+class _SizedStream(io.RawIOBase):
+    """Reads a stream of known size. Hazard: DCP's view of a file ignores the sign of offsets from its end."""
+
+    def __init__(self, stream: BinaryIO, nbytes: int) -> None:
+        self._stream, self._nbytes, self._position = stream, nbytes, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = max(
+            0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]
+        )
+        return self._position
+
+    def read(self, size: int | None = -1) -> bytes:
+        remaining = max(0, self._nbytes - self._position)
+        self._stream.seek(self._position)
+        data = self._stream.read(remaining if size is None or size < 0 else min(size, remaining))
+        self._position += len(data)
+        return data
 
 
 def extract_tensors(value: Any) -> tuple[Any, list[torch.Tensor]]:
