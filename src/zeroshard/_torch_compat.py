@@ -326,7 +326,7 @@ get_layout: Callable[[str], torch.layout] = torch.serialization._get_layout
 
 
 def open_archive(stream: Any) -> Any:
-    """Wrap `torch._C.PyTorchFileReader`: sizes and offsets of the records in a `torch.save` archive."""
+    """Wrap `torch._C.PyTorchFileReader`: names, contents and offsets of the records in a `torch.save` archive."""
     return torch._C.PyTorchFileReader(stream)
 
 
